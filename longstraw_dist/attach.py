@@ -1,0 +1,244 @@
+"""attach(): gives a causal LM its packed mode, and refuses by name what cannot be exact.
+
+Only `model.forward` is replaced, and for good: it passes every call without `prompt_groups` on to the forward that it
+found. Layers, norm and head are called as the modules that they are, with their hooks, and keep their forward; the
+packed one stands in for it while such a call lasts.
+"""
+
+import contextlib
+import functools
+import gc
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from . import wrapping
+from .blueprint import Blueprint
+from .config import LongStrawConfig, exact_layers
+from .groups import PromptGroup, find_fault, pack
+from .head import Graph, HeadOperation, NormOperation, Rows
+from .meter import Meter
+from .replay import Layer, LayerOperation
+from .storage import offload_to_host
+
+SUPPORTED = ("llama", "mistral", "qwen3")
+
+
+@dataclass
+class LongStrawOutput(ModelOutput):
+    """
+    Args:
+        logps (`list[torch.Tensor]`): float32 `[R_i]` for each response, group by group, in order; differentiable.
+        entropies (`list[torch.Tensor]`): the entropy of each of these distributions, same shapes; differentiable.
+        anchor (`torch.Tensor`): a float32 zero, connected to every layer. A rank whose loss may be empty adds it, so
+            that its backward makes the collectives that the other ranks' make.
+    """
+
+    logps: list[Tensor] | None = None
+    entropies: list[Tensor] | None = None
+    anchor: Tensor | None = None
+
+
+def attach(model: PreTrainedModel, config: LongStrawConfig | None = None) -> PreTrainedModel:
+    """
+    Lets `model(prompt_groups=[PromptGroup(...), ...], temperature=1.0)` run each group's prompt once.
+
+    Call it before accelerate, DeepSpeed, `fully_shard` or DDP wraps the model; wrap, train, generate and save as ever
+    afterwards. A call without `prompt_groups` is the model's own forward.
+
+    Such a call costs one forward of every prompt and response token; its backward one more forward and one backward of
+    each (of the response tokens alone where the prompt is detached). With ZeRO-3 and FSDP2 a layer is gathered once in
+    forward and once in backward, and its gradient reduce-scattered once. One small all-reduce a call lets all ranks
+    raise what one rank finds wrong, so every rank of the default process group must make the call. One call with a
+    graph a backward: put all groups of a micro-batch into it.
+
+    Args:
+        model (`PreTrainedModel`): a causal LM of a supported type.
+        config ([`LongStrawConfig`], *optional*): how to run it.
+
+    Returns:
+        `PreTrainedModel`: the model itself.
+
+    Raises:
+        `ValueError`: for a type, a setting or a wrapping that is not supported, naming it and what to do.
+    """
+    config = config or LongStrawConfig()
+    wrapping.refuse_wrapped(model)
+    if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
+        raise ValueError(f"attach() got a {type(model).__name__}: pass a transformers causal LM.")
+    if find_attachment(model) is not None:
+        raise ValueError(f"this {type(model).__name__} is attached already: attach() it once.")
+    if model.config.model_type not in SUPPORTED:
+        raise ValueError(f'model type "{model.config.model_type}" is not supported yet: {", ".join(SUPPORTED)} are.')
+    refuse_inexact(model)
+    if (fault := find_dropout(model)) is not None:
+        raise ValueError(fault)
+    attachment = Attachment(model, config)
+    if exact_layers(config.prompt_grad, len(attachment.blueprint.layers)) > len(attachment.blueprint.layers):
+        raise ValueError(
+            f"prompt_grad={config.prompt_grad!r} asks for more than the {len(attachment.blueprint.layers)} layers."
+        )
+    wrapping.mark_leaves(attachment.blueprint.layers)
+    model._longstraw = attachment
+
+    stock = model.forward
+
+    @functools.wraps(type(model).forward)  # generate() and Trainer read the signature
+    def forward(self, *args, prompt_groups=None, temperature=1.0, **kwargs):
+        if prompt_groups is None:
+            return stock(*args, **kwargs)
+        return self._longstraw.run(prompt_groups, temperature, (*args, *kwargs))
+
+    model.forward = types.MethodType(forward, model)
+    return model
+
+
+def find_attachment(model: nn.Module) -> "Attachment | None":
+    """What `attach` left on the model, also through DDP and DeepSpeed."""
+    while "_longstraw" not in vars(model) and isinstance(inner := getattr(model, "module", None), nn.Module):
+        model = inner
+    return vars(model).get("_longstraw")
+
+
+class Attachment:
+    """Everything that an attached model carries: its blueprint, its settings, what happened."""
+
+    def __init__(self, model: PreTrainedModel, config: LongStrawConfig):
+        self.model, self.config = model, config
+        self.blueprint = Blueprint(model)
+        self.meter = Meter()
+        self.pending: Callable[[], Graph | None] = lambda: None  # the graph of the last call, while it lives
+        self.broken: str | None = None  # why the engine must be rebuilt
+
+    @property
+    def exact_layers(self) -> int:
+        return exact_layers(self.config.prompt_grad, len(self.blueprint.layers))
+
+    def run(self, groups: Sequence[PromptGroup], temperature: float, unknown: tuple) -> LongStrawOutput:
+        """One packed call. Whatever may be wrong on one rank is found here, before the first parameter is gathered."""
+        recording = torch.is_grad_enabled()
+        device = self.blueprint.embedding.weight.device
+        fault = self._find_fault(groups, temperature, unknown, recording, device)
+        fault = wrapping.agree(fault, recording, device)
+        if fault is not None:
+            raise ValueError(fault)
+        return self._run(groups, temperature, recording, device)
+
+    def _find_fault(self, groups, temperature, unknown, recording, device) -> str | None:
+        if unknown:
+            return f"prompt_groups takes no other input beside temperature, but got {unknown[0]!r}."
+        if recording and (self.broken or self._has_pending_graph()):
+            return self.broken or (
+                "a call with prompt_groups came before the backward of the last one: engines reduce one backward a "
+                "forward, so pass all groups of a micro-batch in one call (or score under torch.no_grad())."
+            )
+        if self.model.training and (fault := find_dropout(self.model)) is not None:
+            return fault
+        vocabulary = self.blueprint.embedding.num_embeddings
+        return wrapping.find_fault(self.model, self.blueprint) or find_fault(groups, temperature, vocabulary, device)
+
+    def _has_pending_graph(self) -> bool:
+        graph = self.pending()
+        if graph is None or graph.spent:
+            return False
+        del graph
+        gc.collect()  # a graph that only a cycle keeps alive will see no backward
+        graph = self.pending()
+        return graph is not None and not graph.spent
+
+    def _run(self, groups, temperature, recording: bool, device: torch.device) -> LongStrawOutput:
+        plan, config = self.blueprint, self.config
+        packed = pack(groups, config, device)
+        self.meter.begin(len(packed.prompt_ids), packed.tokens_saved, len(packed.response_ids), recording)
+
+        embedded = plan.embedding(torch.cat([packed.prompt_ids, packed.response_ids])[None])
+        x_prompt, x_response = (t.clone() for t in embedded.split([len(packed.prompt_ids), len(packed.response_ids)], 1))
+        for group in packed.groups:
+            for segment in group.segments:
+                plan.describe(segment, x_response)
+        if recording and not embedded.requires_grad:  # ZeRO-3's layer hooks fire on the gradient of a layer's input
+            x_response.requires_grad_()
+        first_exact = len(plan.layers) - self.exact_layers
+        if first_exact > 0:
+            x_prompt = x_prompt.detach()
+        del embedded
+
+        for i, module in enumerate(plan.layers):
+            layer = Layer(
+                module, i, plan.config, packed, self.windows[i], i >= first_exact, i == len(plan.layers) - 1, self.meter
+            )
+            x_prompt, x_response = self._call(module, LayerOperation, (layer,), (x_prompt, x_response))
+        rows = functools.partial(Rows, packed=packed, chunk_size=config.head_chunk_size, meter=self.meter)
+        x_response = self._call(plan.norm, NormOperation, (rows(plan.norm),), (x_response,))
+        graph = Graph()
+        head = rows(plan.head, temperature=float(temperature))
+        anchor, *out = self._call(plan.head, HeadOperation, (head, graph), (x_response,))
+        if recording:
+            self.pending = weakref.ref(graph)
+        n = len(packed.rows)
+        return LongStrawOutput(logps=out[:n], entropies=out[n:], anchor=anchor)
+
+    def _call(self, module: nn.Module, operation: type[torch.autograd.Function], setting: tuple, hidden: tuple):
+        """Calls the module, hooks and all, with `operation` in place of its forward."""
+
+        def packed_forward(*hidden: Tensor):
+            offload = self.config.offload == "hidden" and torch.is_grad_enabled()
+            with offload_to_host(list(hidden)) if offload else contextlib.nullcontext():
+                return operation.apply(*setting, stock, *hidden, *module.parameters())
+
+        stock = module.forward
+        with replaced_forward(module, packed_forward):
+            return module(*hidden)
+
+    @functools.cached_property
+    def windows(self) -> list[int | None]:
+        """The sliding window of each layer's attention, in tokens."""
+        config = self.model.config
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(self.blueprint.layers)
+        return [getattr(config, "sliding_window", None) if kind == "sliding_attention" else None for kind in kinds]
+
+
+@contextlib.contextmanager
+def replaced_forward(module: nn.Module, forward: Callable) -> Iterator[None]:
+    """`module.forward` is `forward` while it is open. One that somebody set on the instance comes back afterwards."""
+    before = vars(module).get("forward")
+    module.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before  # type: ignore[method-assign]
+
+
+def find_dropout(model: nn.Module) -> str | None:
+    """Names an active dropout: a recompute would draw another mask. Every model type keeps its rates in these two."""
+    for name, module in model.named_modules():
+        rate = module.p if isinstance(module, nn.Dropout) else vars(module).get("attention_dropout", 0.0)
+        if rate:
+            return (
+                f"{name} has dropout {rate}: backward recomputes, and would draw another mask. Set it to 0 "
+                "(attention_dropout=0.0 in the model's config)."
+            )
+    return None
+
+
+def refuse_inexact(model: PreTrainedModel) -> None:
+    """Raises `ValueError` for a setting of the model under which a run in segments differs from the stock one."""
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        raise ValueError(
+            f"rope_type={rope['rope_type']!r} depends on the length of each call, so a prompt in chunks would differ: "
+            'use "default", "linear", "llama3" or "yarn".'
+        )
+    if getattr(model, "peft_config", None) or any("lora_" in name for name, _ in model.named_parameters()):
+        raise ValueError("PEFT adapters are not supported yet: train all parameters, or merge the adapter first.")
+    if getattr(model, "is_quantized", False):
+        raise ValueError("a quantized model is not supported: load it in float32, bfloat16 or float16.")

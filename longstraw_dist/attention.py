@@ -1,0 +1,255 @@
+"""Prefix attention: a segment's own tokens (causal) and the prompt before it, merged by log-sum-exp.
+
+    B batch (1)   H query heads   K key heads (H is a multiple of K)   N own tokens   T prompt tokens   D head size
+
+    own     q_BHND x k_BKND  causal, each response to itself  -> o, lse      o = sum_i o_i exp(lse_i - lse)
+    prompt  q_BHND x k_BKTD  no mask, all responses at once   -> o, lse      lse = logsumexp_i lse_i
+
+There is no mask of prompt length, no copy of the prompt's K and V for each response, and none repeated for grouped
+queries. Backward runs the kernels' own backward on each region, given the *merged* output and log-sum-exp: the softmax
+weights exp(s - lse) are then those of the whole row (the identity of flash-attention 2, arXiv 2307.08691, algorithm 2).
+A sliding window that is shorter than the row takes one masked region over the last `window - 1` prompt tokens and the
+own ones instead.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+NAME = "longstraw"  # of this attention among the models' attention implementations
+IGNORED = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "num_items_in_batch"}
+
+
+@contextlib.contextmanager
+def prefix_attention(config) -> Iterator[None]:
+    """While it is open, the model's layers attend through this module, and the model builds no mask."""
+    before = config._attn_implementation
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    prefix,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    is_causal: bool = True,
+    **ignored,
+) -> tuple[Tensor, None]:
+    """What a layer's attention calls inside a layer operation. `prefix` is the layer's `state.View`."""
+    unknown = set(ignored) - IGNORED
+    assert not unknown and attention_mask is None and dropout == 0.0 and is_causal, (
+        f"{type(module).__name__} asks for attention that longstraw-dist does not have: {unknown or 'mask or dropout'}"
+    )
+    past = [t for block in prefix.past for t in block]
+    out = PrefixAttention.apply(query, key, value, prefix.lengths, sliding_window, scaling, *past)
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(NAME, attention_forward)
+
+
+class PrefixAttention(torch.autograd.Function):
+    """`forward(q_BHND, k_BKND, v_BKND, lengths, window, scale, past_k, past_v, ...) -> o_BHND`. The past comes in
+    blocks, oldest first; its gradient is returned like any other, one tensor a block."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, lengths, window, scale, *past):
+        out = lse = None
+        for region in split_regions(q, lengths, window, past):
+            o, l = kernels(q, region.mask).forward(*region.take(q, k, v, past), region.causal, region.mask, scale)
+            o, l = region.unfold(o), region.unfold(l[..., None])[..., 0]
+            if out is None or lse is None:
+                out, lse = o.new_empty(q.shape), l.new_empty(q.shape[:3])
+            merge_(out[:, :, region.rows], lse[:, :, region.rows], o, l, region.first)
+        ctx.save_for_backward(q, k, v, out, lse, *past)
+        ctx.lengths, ctx.window, ctx.scale = lengths, window, scale
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        q, k, v, out, lse, *past = ctx.saved_tensors
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dpast = [torch.zeros_like(t) if need else None for t, need in zip(past, ctx.needs_input_grad[6:], strict=True)]
+        for region in split_regions(q, ctx.lengths, ctx.window, past):
+            g_, o_, l_ = (region.fold(t[:, :, region.rows]) for t in (g, out, lse[..., None]))
+            grads = kernels(q, region.mask).backward(
+                g_, *region.take(q, k, v, past), o_, l_[..., 0], region.causal, region.mask, ctx.scale
+            )
+            region.give(grads, dq, dk, dv, dpast)
+        return dq, dk, dv, None, None, None, *dpast
+
+
+@dataclass
+class Region:
+    """Some query rows against some keys, as one kernel call: equal sequences are folded into the batch."""
+
+    rows: slice
+    first: bool  # no region before it wrote these rows
+    block: int | None = None  # of the past, whose keys it reads
+    own: bool = False  # reads the rows' own keys too
+    causal: bool = False
+    mask: Tensor | None = None
+    skip: int = 0  # keys of the block that are too old for the window
+    batch: int = 1
+
+    def fold(self, t: Tensor) -> Tensor:
+        """`[1, H, batch * n, D] -> [batch, H, n, D]`"""
+        return t if self.batch == 1 else t[0].unflatten(1, (self.batch, -1)).transpose(0, 1)
+
+    def unfold(self, t: Tensor) -> Tensor:
+        return t if self.batch == 1 else t.transpose(0, 1).flatten(1, 2)[None]
+
+    def take(self, q, k, v, past):
+        keys = []
+        if self.block is not None:
+            keys.append([t[:, :, self.skip :] for t in past[2 * self.block : 2 * self.block + 2]])
+        if self.own:
+            keys.append([self.fold(t[:, :, self.rows]) for t in (k, v)])
+        k_, v_ = keys[0] if len(keys) == 1 else (torch.cat(pair, 2) for pair in zip(*keys, strict=True))
+        return self.fold(q[:, :, self.rows]), k_, v_
+
+    def give(self, grads, dq, dk, dv, dpast) -> None:
+        gq, *gkv = grads
+        dq[:, :, self.rows] += self.unfold(gq)
+        split = 0
+        if self.block is not None:
+            split = gkv[0].shape[2] - (self.rows.stop - self.rows.start if self.own else 0)
+            for i, g in enumerate(gkv):
+                into = dpast[2 * self.block + i]
+                if into is not None:
+                    into[:, :, self.skip :] += g[:, :, :split]
+        if self.own:
+            for into, g in zip((dk, dv), gkv, strict=True):
+                into[:, :, self.rows] += self.unfold(g[:, :, split:])
+
+
+def split_regions(q: Tensor, lengths: tuple[int, ...], window: int | None, past: Sequence[Tensor]) -> list[Region]:
+    seen = sum(t.shape[2] for t in past[::2])
+    spans = [slice(end - n, end) for n, end in zip(lengths, accumulate(lengths), strict=True)]
+    if window is not None and seen + max(lengths) > window:
+        assert len(past) <= 2, "a windowed past is one block"
+        return [windowed_region(q, span, window, seen) for span in spans]
+    whole, alone = slice(0, q.shape[2]), not past
+    regions = [Region(whole, first=i == 0, block=i) for i in range(len(past) // 2)]
+    if len(set(lengths)) == 1:
+        return [*regions, Region(whole, first=alone, own=True, causal=True, batch=len(lengths))]
+    return regions + [Region(span, first=alone, own=True, causal=True) for span in spans]
+
+
+def windowed_region(q: Tensor, rows: slice, window: int, seen: int) -> Region:
+    """Query i of the sequence sees the keys at a distance of 0 to window - 1."""
+    n = rows.stop - rows.start
+    skip = max(0, seen - (window - 1))
+    kept = seen - skip
+    query = torch.arange(kept, kept + n, device=q.device)[:, None]
+    distance = query - torch.arange(kept + n, device=q.device)
+    mask = q.new_zeros(n, kept + n).masked_fill_((distance < 0) | (distance >= window), -torch.inf)
+    return Region(rows, first=True, block=0 if kept else None, own=True, mask=mask, skip=skip)
+
+
+def merge_(out: Tensor, lse: Tensor, o: Tensor, l: Tensor, first: bool) -> None:
+    """Merges a region's output and log-sum-exp into the running ones, in place."""
+    if first:
+        out.copy_(o)
+        lse.copy_(l)
+        return
+    both = torch.logaddexp(lse, l)
+    out.copy_(out * (lse - both).exp()[..., None] + o * (l - both).exp()[..., None])
+    lse.copy_(both)
+
+
+class FlashCPU:
+    """torch's flash kernels for the CPU: any floating dtype, any mask, grouped queries."""
+
+    @staticmethod
+    def forward(q, k, v, causal, mask, scale):
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+        )
+
+    @staticmethod
+    def backward(g, q, k, v, o, lse, causal, mask, scale):
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            g, q, k, v, o, lse, 0.0, causal, attn_mask=mask, scale=scale
+        )
+
+
+class FlashCUDA:
+    """torch's flash-attention 2 for CUDA: 16-bit, no mask, grouped queries."""
+
+    @staticmethod
+    def forward(q, k, v, causal, mask, scale):
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
+
+    @staticmethod
+    def backward(g, q, k, v, o, lse, causal, mask, scale):
+        none = torch.empty(0, dtype=torch.int64, device=q.device)
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            g, q, k, v, o, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, none, none, scale=scale
+        )
+
+
+class Plain:
+    """The definition, for what the flash kernels do not take. Holds all scores of a region, in float32."""
+
+    @staticmethod
+    def weights(q, k, causal, mask, scale):
+        scores = scale * torch.einsum("bkgnd,bktd->bkgnt", group_queries(q, k), k.to(high(k)))
+        if causal:
+            mask = torch.full(scores.shape[-2:], -torch.inf, device=q.device).triu(1)
+        return scores if mask is None else scores + mask
+
+    @staticmethod
+    def forward(q, k, v, causal, mask, scale):
+        s = Plain.weights(q, k, causal, mask, scale)
+        lse = s.logsumexp(-1)
+        o = torch.einsum("bkgnt,bktd->bkgnd", (s - lse[..., None]).exp(), v.to(high(v)))
+        return o.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
+
+    @staticmethod
+    def backward(g, q, k, v, o, lse, causal, mask, scale):
+        qg, gg, og = group_queries(q, k), group_queries(g, k), group_queries(o, k)
+        p = (Plain.weights(q, k, causal, mask, scale) - lse.unflatten(1, (k.shape[1], -1))[..., None]).exp()
+        dv = torch.einsum("bkgnt,bkgnd->bktd", p, gg)
+        dp = torch.einsum("bkgnd,bktd->bkgnt", gg, v.to(high(v)))
+        ds = scale * p * (dp - (gg * og).sum(-1, keepdim=True))
+        dq = torch.einsum("bkgnt,bktd->bkgnd", ds, k.to(high(k))).flatten(1, 2)
+        dk = torch.einsum("bkgnt,bkgnd->bktd", ds, qg)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def group_queries(q: Tensor, k: Tensor) -> Tensor:
+    return q.to(high(q)).unflatten(1, (k.shape[1], -1))
+
+
+def high(t: Tensor) -> torch.dtype:
+    return torch.promote_types(t.dtype, torch.float32)
+
+
+FORCE: type | None = None  # tests set it to Plain: the slow path in place of the fast one
+
+
+def kernels(q: Tensor, mask: Tensor | None = None) -> type:
+    if FORCE is not None:
+        return FORCE
+    if q.device.type == "cpu":
+        return FlashCPU
+    if q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16) and mask is None:
+        return FlashCUDA
+    return Plain

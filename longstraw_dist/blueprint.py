@@ -1,0 +1,125 @@
+"""An HF causal LM seen as embed -> layers -> norm -> head, and the arguments that each layer takes for a segment.
+
+The model's own forward says it: a *ghost* of the model, a shallow copy with no parameter and no hook and a stub in
+place of every module that has parameters, runs on the segment's positions, and the stubs note what they are called
+with. No real module is called, so no engine gathers anything and ranks with different segments stay in step. Rotary
+embeddings, masks and whatever else a layer takes come out as the architecture makes them; nothing here names one.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .attention import prefix_attention
+from .groups import Segment
+
+
+class Stub(nn.Module):
+    """Stands for a module with parameters: notes its arguments, and hands on a tensor of the right shape."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.width = width
+        self.args: tuple = ()
+        self.kwargs: dict[str, Any] = {}
+        self.out: Tensor | None = None
+
+    def forward(self, *args, **kwargs):
+        self.args, self.kwargs = args, kwargs
+        hidden = args[0]
+        self.out = hidden.new_empty(1).expand(*hidden.shape[:-1], self.width)
+        return self.out
+
+
+class Blueprint:
+    """
+    Args:
+        model (`PreTrainedModel`): a causal LM, not wrapped.
+
+    Raises:
+        `ValueError`: if the model is not a plain chain embed -> layers -> norm -> head, saying where it leaves it.
+
+    Attributes:
+        embedding, layers, norm, head: the model's own modules, to be called in this order.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.config = model.config
+        base = model.get_decoder()
+        (name, layers), *others = [(n, c) for n, c in base.named_children() if isinstance(c, nn.ModuleList)]
+        if others:
+            raise ValueError(f"{type(model).__name__} has several lists of layers: {name}, {others[0][0]}, ...")
+        self.layers: list[nn.Module] = list(layers)
+        self.embedding, self.head = model.get_input_embeddings(), model.get_output_embeddings()
+        self.width = self.embedding.weight.shape[-1] if self.embedding.weight.dim() == 2 else self.config.hidden_size
+
+        self.ghost = bare(base)
+        stubs = {c: Stub(self.config.hidden_size) for c in base.children() if any(True for _ in c.parameters())}
+        self.stubs = [Stub(self.config.hidden_size) for _ in self.layers]
+        for n, c in base.named_children():
+            if c is layers:
+                self.ghost._modules[n] = nn.ModuleList(self.stubs)
+            else:
+                self.ghost._modules[n] = stubs[c] if c in stubs else bare(c)
+        self.norm = self._prove(model, base, stubs)
+
+    def _prove(self, model: PreTrainedModel, base: nn.Module, stubs: dict[nn.Module, Stub]) -> nn.Module:
+        """Runs the whole model on its ghost and checks, storage by storage, that it is a chain. Returns the norm."""
+        whole = bare(model)
+        head = Stub(5)
+        for n, c in model.named_children():
+            whole._modules[n] = self.ghost if c is base else head if c is self.head else bare(c)
+        x = torch.empty(1, 3, self.config.hidden_size, device=self.device)
+        with prefix_attention(self.config), torch.no_grad():
+            logits = whole(inputs_embeds=x, position_ids=torch.arange(3, device=self.device)[None], use_cache=False)[0]
+        norms = [c for c, stub in stubs.items() if stub.args]
+        chain = [("the first layer", x, self.stubs[0])]
+        chain += [(f"layer {i}", a.out, b) for i, (a, b) in enumerate(zip(self.stubs, self.stubs[1:]), 1)]  # noqa: B905
+        if len(norms) != 1:
+            raise ValueError(f"{type(model).__name__} calls {len(norms)} modules beside its layers: one norm is known.")
+        chain += [("the norm", self.stubs[-1].out, stubs[norms[0]]), ("the head", stubs[norms[0]].out, head)]
+        for where, sent, stub in chain:
+            if len(stub.args) != 1 or not same(sent, stub.args[0]):
+                raise ValueError(f"{type(model).__name__} changes the hidden states before {where}.")
+        if not same(head.out, logits):
+            raise ValueError(f"{type(model).__name__} changes the logits behind its head (softcap or scaling).")
+        if any("cache" not in stub.kwargs for stub in self.stubs):
+            raise ValueError(f"{type(model).__name__} calls its layers without `cache`.")
+        return norms[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the ghost's buffers lie, which move with the model."""
+        return next((b.device for b in self.ghost.buffers()), torch.device("cpu"))
+
+    def describe(self, segment: Segment, like: Tensor) -> None:
+        """Notes on the segment what each layer is called with, besides the hidden states and the cache.
+
+        `like` gives dtype and device. Costs one run of the model's own forward over stubs: under a millisecond.
+        """
+        x = like.new_empty(1).expand(1, segment.tokens, self.config.hidden_size)
+        with prefix_attention(self.config), torch.no_grad():
+            self.ghost(inputs_embeds=x, position_ids=segment.positions(like.device), use_cache=False)
+        segment.calls = [{k: v for k, v in stub.kwargs.items() if k != "cache"} for stub in self.stubs]
+        for stub in self.stubs:
+            stub.kwargs = {}
+
+
+def bare(module: nn.Module) -> nn.Module:
+    """A shallow copy without parameters and hooks. Its buffers are the module's own, and move with them."""
+    ghost = copy.copy(module)
+    hooks = {k: type(v)() for k, v in vars(module).items() if "_hooks" in k and isinstance(v, dict)}
+    ghost.__dict__.update(hooks, _parameters={}, _modules=dict(module._modules))
+    ghost.__dict__.pop("forward", None)
+    ghost.__dict__["gradient_checkpointing"] = False
+    for name, child in module._modules.items():
+        if child is not None and not any(True for _ in child.parameters()):
+            ghost._modules[name] = bare(child)
+    return ghost
+
+
+def same(a: Tensor | None, b: Tensor) -> bool:
+    return a is not None and a.shape == b.shape and a.untyped_storage()._cdata == b.untyped_storage()._cdata

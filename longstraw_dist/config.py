@@ -1,0 +1,60 @@
+"""Every knob of the engine: its unit, its default, its check."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class LongStrawConfig:
+    r"""
+    How a prompt group is run. No setting changes the objective; only `prompt_grad` changes the gradient.
+
+    Args:
+        prompt_grad (`str`, *optional*, defaults to `"exact"`):
+            How far the gradient reaches into the prompt. `"exact"`: everywhere, equal to the stock gradient.
+            `"detached"`: the prompt's state is a constant in every layer (LongStraw, arXiv 2607.14952, section 3): no
+            backward for the prompt, its hidden states are not kept, and the gradient is biased. `"last:N"`: exact in
+            the last N layers, detached below.
+        prompt_chunk_size (`int`, *optional*, defaults to `1024`):
+            Prompt tokens a layer runs at once. In backward, one layer's graph of one chunk is alive at a time.
+        responses_per_replay (`int`, *optional*):
+            Responses of a group that a layer replays at once. By default as many as fit into `prompt_chunk_size`
+            tokens, at least one, so that a replay's graph is no larger than a prompt chunk's.
+        head_chunk_size (`int`, *optional*, defaults to `128`):
+            Tokens that the norm and the LM head run at once: no `[tokens, vocabulary]` tensor is larger than this.
+        offload (`str`, *optional*):
+            `"hidden"` keeps the packed hidden states of every layer in host memory (pinned when the model is on an
+            accelerator), from the layer's forward until its backward. `None` keeps them on the model's device.
+
+    Raises:
+        `ValueError`: on a value outside its range, naming it.
+    """
+
+    prompt_grad: str = "exact"
+    prompt_chunk_size: int = 1024
+    responses_per_replay: int | None = None
+    head_chunk_size: int = 128
+    offload: Literal["hidden"] | None = None
+
+    def __post_init__(self):
+        exact_layers(self.prompt_grad, 1)
+        for name in ("prompt_chunk_size", "responses_per_replay", "head_chunk_size"):
+            value = getattr(self, name)
+            if name == "responses_per_replay" and value is None:
+                continue
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name}={value!r} is not a positive integer: it counts what runs at once.")
+        if self.offload not in (None, "hidden"):
+            raise ValueError(f'offload={self.offload!r} is unknown: choose "hidden" or None.')
+
+
+def exact_layers(prompt_grad: str, layers: int) -> int:
+    """Number of layers, counted from the last, whose prompt gradient is exact. Raises `ValueError` if malformed."""
+    if prompt_grad == "exact":
+        return layers
+    if prompt_grad == "detached":
+        return 0
+    kind, _, count = prompt_grad.partition(":") if isinstance(prompt_grad, str) else ("", "", "")
+    if kind != "last" or not count.isdecimal() or int(count) < 1:
+        raise ValueError(f'prompt_grad={prompt_grad!r} is unknown: choose "exact", "detached" or "last:N" with N >= 1.')
+    return int(count)

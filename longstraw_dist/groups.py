@@ -1,0 +1,166 @@
+"""Prompt groups: what a caller hands in, what is wrong with it, and how it is packed.
+
+    group 0: prompt a b c, responses [x y] and [z]      group 1: prompt d, response [w]
+
+    prompt    a b                                        (the capture: P-1 tokens of each prompt, in chunks)
+    response  c x | c | d                                (the last prompt token opens each response: R inputs)
+    target    x y | z | w
+
+The prompt rows and the response rows lie in two tensors, each `[1, tokens, hidden]`, because they are kept for
+different times: `detached` keeps the responses alone.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config import LongStrawConfig
+
+
+@dataclass
+class PromptGroup:
+    """
+    One prompt and its responses.
+
+    Args:
+        prompt_ids (`torch.Tensor`): int64 `[P]`, at least one token.
+        response_ids (`list[torch.Tensor]`): int64 `[R_i]` each, on the same device; `R_i` may be 0.
+    """
+
+    prompt_ids: Tensor
+    response_ids: Sequence[Tensor]
+
+
+@dataclass
+class Segment:
+    """The unit of a layer call: a prompt chunk, or the replay of one or more responses of one group."""
+
+    rows: slice  # where it lies in the packed prompt rows (chunk) or response rows (replay)
+    past: int  # prompt tokens that come before it
+    lengths: tuple[int, ...]  # its sequences, one behind the other: one for a chunk, one a response for a replay
+    calls: list[dict[str, Any]] = field(default_factory=list)  # what each layer is called with: blueprint.py
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    def positions(self, device: torch.device) -> Tensor:
+        """int64 `[1, tokens]`: where each token stands in its own sequence."""
+        return torch.cat([torch.arange(self.past, self.past + n, device=device) for n in self.lengths])[None]
+
+
+@dataclass
+class PackedGroup:
+    captured: int  # P-1
+    chunks: list[Segment]
+    replays: list[Segment]
+
+    @property
+    def segments(self) -> list[Segment]:
+        return self.chunks + self.replays
+
+
+@dataclass
+class Packed:
+    """All groups of one call, packed. `rows[i]` is where response i lies in the response rows (empty: R_i = 0)."""
+
+    groups: list[PackedGroup]
+    prompt_ids: Tensor  # int64 [prompt tokens]
+    response_ids: Tensor  # int64 [response tokens]
+    targets: Tensor  # int64 [response tokens]
+    rows: list[slice]
+    tokens_saved: int  # prompt tokens that a run row by row would forward again
+
+
+def pack(groups: Sequence[PromptGroup], config: LongStrawConfig, device: torch.device) -> Packed:
+    """Lays the groups out. Where no response has a token, one dummy response runs, so that this rank makes the module
+    calls that the others make; its log-probs are not returned."""
+    if not any(len(r) for group in groups for r in group.response_ids):
+        dummy = torch.zeros(1, dtype=torch.int64, device=device)
+        packed = pack([PromptGroup(dummy, [dummy])], config, device)
+        packed.rows, packed.tokens_saved = [slice(0, 0) for g in groups for _ in g.response_ids], 0
+        return packed
+
+    out, prompts, inputs, targets, rows = [], [], [], [], []
+    p = r = saved = 0
+    for group in groups:
+        prompt = group.prompt_ids
+        filled = [t for t in group.response_ids if len(t)]
+        captured = len(prompt) - 1 if filled else 0  # a prompt that nobody reads is not run
+        chunks = []
+        for begin in range(0, captured, config.prompt_chunk_size):
+            n = min(config.prompt_chunk_size, captured - begin)
+            chunks.append(Segment(slice(p + begin, p + begin + n), begin, (n,)))
+        prompts.append(prompt[:captured])
+        p += captured
+
+        begin = r
+        for ids in group.response_ids:
+            rows.append(slice(r, r + len(ids)))
+            r += len(ids)
+        for ids in filled:
+            inputs += [prompt[-1:], ids[:-1]]
+            targets.append(ids)
+        replays = []
+        for lengths in split_replays([len(t) for t in filled], config):
+            replays.append(Segment(slice(begin, begin + sum(lengths)), captured, lengths))
+            begin += sum(lengths)
+        out.append(PackedGroup(captured, chunks, replays))
+        saved += captured * max(len(filled) - 1, 0)
+    return Packed(out, torch.cat(prompts), torch.cat(inputs), torch.cat(targets), rows, saved)
+
+
+def split_replays(lengths: list[int], config: LongStrawConfig) -> Iterable[tuple[int, ...]]:
+    """Cuts a group's responses, in order, into replays."""
+    replay: list[int] = []
+    for n in lengths:
+        if config.responses_per_replay is None:
+            full = sum(replay) + n > config.prompt_chunk_size
+        else:
+            full = len(replay) == config.responses_per_replay
+        if replay and full:
+            yield tuple(replay)
+            replay = []
+        replay.append(n)
+    if replay:
+        yield tuple(replay)
+
+
+def find_fault(groups: Any, temperature: Any, vocabulary: int, device: torch.device) -> str | None:
+    """What is wrong with a call's input, in words that name the value; `None` if nothing. Reads the ids once."""
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float):
+        return f"temperature={temperature!r} is not a number: pass the float that the logits are divided by."
+    if not (math.isfinite(temperature) and temperature > 0):
+        return f"temperature={temperature!r} cannot divide logits: pass a finite number above 0."
+    if not isinstance(groups, list | tuple):
+        return f"prompt_groups is a {type(groups).__name__}: pass a list of PromptGroup."
+    ids: list[Tensor] = []
+    for i, group in enumerate(groups):
+        if not isinstance(group, PromptGroup):
+            return f"prompt_groups[{i}] is a {type(group).__name__}: pass PromptGroup(prompt_ids, [response_ids, ...])."
+        if not isinstance(group.response_ids, list | tuple):
+            return f"prompt_groups[{i}].response_ids is a {type(group.response_ids).__name__}: pass a list of tensors."
+        named = [("prompt_ids", group.prompt_ids)]
+        named += [(f"response_ids[{j}]", t) for j, t in enumerate(group.response_ids)]
+        for name, t in named:
+            where = f"prompt_groups[{i}].{name}"
+            if not isinstance(t, Tensor):
+                return f"{where} is a {type(t).__name__}: pass a 1-D int64 tensor."
+            if t.dtype != torch.int64 or t.dim() != 1:
+                return f"{where} is {t.dtype} with shape {tuple(t.shape)}: pass a 1-D int64 tensor."
+            if t.device != device:
+                return f"{where} is on {t.device}, the model on {device}: move it there."
+            ids.append(t)
+        if len(group.prompt_ids) == 0:
+            return f"prompt_groups[{i}].prompt_ids is empty: a prompt needs at least one token (a BOS will do)."
+    if ids:
+        flat = torch.cat(ids)
+        low, high = torch.aminmax(flat)
+        if low < 0 or high >= vocabulary:
+            bad = int(low) if low < 0 else int(high)
+            return f"token id {bad} is outside the vocabulary of {vocabulary} tokens (0 to {vocabulary - 1})."
+    return None

@@ -1,0 +1,140 @@
+"""Final norm and LM head, in token chunks: log-probs and entropies of the responses, and their gradient.
+
+    M response rows   H hidden   V vocabulary   C rows of a chunk
+
+    z_CV = head(x_CH) / temperature,  lse_C = logsumexp(z)
+    logp = z[target] - lse,  entropy = lse - sum_v p_v z_v
+    dz   = g_logp (onehot(target) - p) - g_entropy p (log p + entropy)
+
+No `[tokens, vocabulary]` tensor is larger than one chunk, in forward or in backward: the logits are computed again
+there, and their gradient is written in their place.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .groups import Packed
+from .meter import Meter
+from .replay import Autocast, Gradients
+
+
+@dataclass
+class Rows:
+    """Norm or head of one call."""
+
+    module: nn.Module
+    packed: Packed
+    chunk_size: int
+    meter: Meter
+    temperature: float = 1.0
+
+    def chunks(self, tokens: int) -> list[slice]:
+        return [slice(b, min(b + self.chunk_size, tokens)) for b in range(0, tokens, self.chunk_size)]
+
+
+class Graph:
+    """Stands for the graph of one call; lives as long as the graph does. `spent` once its backward has begun."""
+
+    spent = False
+
+
+class NormOperation(torch.autograd.Function):
+    """`apply(rows, stock, x_1MH, *parameters) -> y_1MH`: a module that works row by row, with its graph chunk by chunk.
+    Kept for backward: `x`."""
+
+    @staticmethod
+    def forward(ctx, rows: Rows, stock: Callable, x: Tensor, *parameters: Tensor):
+        ctx.rows, ctx.autocast = rows, Autocast(x.device.type)
+        ctx.save_for_backward(x)
+        rows.meter.keeps("hidden", [x])
+        with ctx.autocast.restored():
+            return torch.cat([stock(x[:, c]) for c in rows.chunks(x.shape[1])], 1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g: Tensor):
+        (saved,) = ctx.saved_tensors
+        gx, gradients = torch.empty_like(saved), Gradients(ctx.rows.module.parameters())
+        with ctx.autocast.restored(), torch.enable_grad():
+            for c in ctx.rows.chunks(saved.shape[1]):
+                x = saved[:, c].detach().requires_grad_()
+                gx[:, c] = gradients.vjp([ctx.rows.module.forward(x)], [g[:, c]], [x])[0]
+        return None, None, gx, *gradients.sums()
+
+
+class HeadOperation(torch.autograd.Function):
+    """
+    `apply(rows, graph, stock, x_1MH, *parameters) -> (anchor, logps..., entropies...)`
+
+    `stock` maps hidden states to logits. `anchor` is a float32 zero; a log-prob and an entropy tensor, float32
+    `[R_i]`, for each response, each of its own storage (float64 for a float64 model). Costs: the head's matrix runs
+    twice forward and once backward. Kept for backward: `x`, and two numbers a row.
+    """
+
+    @staticmethod
+    def forward(ctx, rows: Rows, graph: Graph, stock: Callable, x: Tensor, *parameters: Tensor):
+        ctx.rows, ctx.graph, ctx.autocast = rows, graph, Autocast(x.device.type)
+        logps, entropies, lses = [], [], []
+        with ctx.autocast.restored():
+            for c in rows.chunks(x.shape[1]):
+                z = scaled_logits(stock(x[:, c]), rows.temperature)
+                lse = z.logsumexp(-1)
+                logps.append(z.gather(-1, rows.packed.targets[c, None])[:, 0] - lse)
+                lses.append(lse)
+                p = (z - lse[:, None]).exp_()
+                entropies.append(lse - torch.linalg.vecdot(p, z))
+                del z, p
+        logp, entropy, lse = torch.cat(logps), torch.cat(entropies), torch.cat(lses)
+        ctx.save_for_backward(x, lse, entropy)
+        ctx.set_materialize_grads(False)
+        rows.meter.keeps("hidden", [x])
+        outputs = [t[r].clone() for t in (logp, entropy) for r in rows.packed.rows]
+        return logp.new_zeros(()), *outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, _, *grads: Tensor | None):
+        ctx.graph.spent = True
+        saved, lse, entropy = ctx.saved_tensors
+        rows, packed = ctx.rows, ctx.rows.packed
+        n = len(packed.rows)
+        g_logp, g_entropy = (scatter(packed, lse, g) for g in (grads[:n], grads[n:]))
+        gx, gradients = torch.empty_like(saved), Gradients(rows.module.parameters())
+        with ctx.autocast.restored(), torch.enable_grad():
+            for c in rows.chunks(saved.shape[1]):
+                x = saved[:, c].detach().requires_grad_()
+                logits = rows.module.forward(x)
+                with torch.no_grad():
+                    d = scaled_logits(logits.detach(), rows.temperature).sub_(lse[c, None])  # log p, in place
+                    bonus = None
+                    if g_entropy is not None:
+                        bonus = (d + entropy[c, None]).mul_(d.exp()).mul_(g_entropy[c, None])
+                    d.exp_().mul_(0 if g_logp is None else -g_logp[c, None])
+                    if g_logp is not None:
+                        d.scatter_add_(-1, packed.targets[c, None], g_logp[c, None])
+                    if bonus is not None:
+                        d.sub_(bonus)
+                    d.div_(rows.temperature)
+                gx[:, c] = gradients.vjp([logits], [d[None]], [x])[0]
+                del logits, d, bonus
+        return None, None, None, gx, *gradients.sums()
+
+
+def scaled_logits(logits: Tensor, temperature: float) -> Tensor:
+    """`[1, C, V] -> [C, V]`, float32 or wider; in the logits' own memory where the dtype allows."""
+    z = logits[0].to(torch.promote_types(logits.dtype, torch.float32))
+    return z if temperature == 1.0 else z.div_(temperature)
+
+
+def scatter(packed: Packed, like: Tensor, grads: tuple[Tensor | None, ...]) -> Tensor | None:
+    """One gradient for all response rows, from those of the responses; `None` if there is none."""
+    if all(g is None for g in grads):
+        return None
+    flat = torch.zeros_like(like)
+    for rows, g in zip(packed.rows, grads, strict=True):
+        if g is not None:
+            flat[rows] = g
+    return flat

@@ -1,0 +1,80 @@
+"""What happened: tokens, bytes kept by kind, collectives."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass
+class Meter:
+    """
+    Counts of one attached model since `reset()`.
+
+    Attributes:
+        calls (`int`): calls with `prompt_groups`.
+        prompt_tokens_captured (`int`): prompt tokens that ran, once each.
+        prompt_tokens_saved (`int`): prompt tokens that a run response by response would have run again.
+        response_tokens (`int`): response tokens that ran.
+        kept_bytes (`dict[str, int]`): largest number of bytes that one call kept for backward, by kind: `"hidden"`
+            (hidden states) and `"state"` (the prompt's state).
+    """
+
+    calls: int = 0
+    prompt_tokens_captured: int = 0
+    prompt_tokens_saved: int = 0
+    response_tokens: int = 0
+    kept_bytes: dict[str, int] = field(default_factory=dict)
+    _kept: Counter = field(default_factory=Counter)
+    _recording: bool = False
+
+    def begin(self, captured: int, saved: int, responses: int, recording: bool) -> None:
+        """A call starts; `recording` if it keeps anything for a backward."""
+        self.calls += 1
+        self.prompt_tokens_captured += captured
+        self.prompt_tokens_saved += saved
+        self.response_tokens += responses
+        self._kept, self._recording = Counter(), recording
+
+    def keeps(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        if self._recording:
+            self._kept[kind] += sum(t.nbytes for t in tensors)
+            self.kept_bytes[kind] = max(self.kept_bytes.get(kind, 0), self._kept[kind])
+
+    def reset(self) -> None:
+        self.__init__()  # type: ignore[misc]
+
+
+# The process group's methods that stand for each kind of collective, whoever calls them.
+COLLECTIVES = {
+    "all_gather": ("allgather", "allgather_coalesced", "all_gather_single", "all_gather_single_coalesced"),
+    "reduce_scatter": ("reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
+    "all_reduce": ("allreduce", "allreduce_coalesced"),
+    "broadcast": ("broadcast",),
+}
+
+
+@contextlib.contextmanager
+def count_collectives() -> Iterator[Counter]:
+    """Counts, by kind, the collectives that this rank starts on any process group while the context is open."""
+    counts: Counter = Counter()
+    before = {name: getattr(dist.ProcessGroup, name) for names in COLLECTIVES.values() for name in names}
+
+    def counted(kind: str, method):
+        def call(*args, **kwargs):
+            counts[kind] += 1
+            return method(*args, **kwargs)
+
+        return call
+
+    for kind, names in COLLECTIVES.items():
+        for name in names:
+            setattr(dist.ProcessGroup, name, counted(kind, before[name]))
+    try:
+        yield counts
+    finally:
+        for name, method in before.items():
+            setattr(dist.ProcessGroup, name, method)

@@ -1,0 +1,191 @@
+"""The layer operation: one prompt and its responses through one layer, as ONE autograd operation.
+
+             prompt chunks (no graph)        responses (no graph)               what is kept
+    forward   x: [ p0 | p1 | p2 ] ------------> [ r1 ] [ r2 ] ... [ rG ] -> y       x, and the prompt's state
+                     \\____ state ____/  read by every response
+
+    backward  g: for each replay: recompute with graph, torch.autograd.grad -> g_x, dState += , dW +=
+                 for each prompt chunk, last to first: recompute, fed g_y and dState -> g_x, dState of what came before
+                 return g_x and ONE gradient per parameter
+
+Seen from outside, the model is a chain of layers that runs forward once and backward once: an engine that gathers
+parameters per layer gathers them twice, whatever the number of responses, chunks and groups, and reduces one gradient.
+Inside, only `torch.autograd.grad` runs, never `.backward()`: no parameter hook of an engine fires early. The idea of
+taking the graph apart is LongStraw's (arXiv 2607.14952, section 3); the prompt's gradient is what it cuts off.
+
+    N prompt rows, M response rows (all groups of the call)   H hidden
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .attention import prefix_attention
+from .groups import Packed, Segment
+from .meter import Meter
+from .state import KeyValueState
+
+
+@dataclass
+class Layer:
+    """One layer of one call: what the operation needs to know besides its tensors."""
+
+    module: nn.Module
+    index: int
+    config: Any  # the model's, whose attention is swapped while a segment runs
+    packed: Packed
+    window: int | None  # of the layer's attention
+    exact: bool  # whether the gradient reaches the prompt here
+    last: bool  # nothing reads the prompt's output of the last layer
+    meter: Meter
+
+
+class LayerOperation(torch.autograd.Function):
+    """
+    `apply(layer, stock, x_prompt_1NH, x_response_1MH, *parameters) -> (y_prompt_1NH | None, y_response_1MH)`
+
+    `stock` is the layer's own forward at the time of the call. Costs: each row runs once in forward; in backward each
+    response row runs once more forward and once backward, and each prompt row too where the prompt's gradient is
+    exact. Kept for backward: `x_response`, the prompt's state, and `x_prompt` where the prompt's gradient is exact.
+    """
+
+    @staticmethod
+    def forward(ctx, layer: Layer, stock: Callable, x_prompt: Tensor, x_response: Tensor, *parameters: Tensor):
+        ctx.autocast = Autocast(x_response.device.type)
+        y_prompt, y_response, states, kept = None, None, [], []
+        with no_checkpointing(layer.module), ctx.autocast.restored():
+            for group in layer.packed.groups:
+                state = KeyValueState(group.captured, layer.window)
+                for chunk in group.chunks:
+                    view = state.open(chunk)
+                    y = run(layer, stock, chunk, x_prompt[:, chunk.rows], view)
+                    state.write(chunk, view)
+                    if not layer.last:
+                        y_prompt = put(y_prompt, x_prompt, chunk, y)
+                for replay in group.replays:
+                    y = run(layer, stock, replay, x_response[:, replay.rows], state.open(replay))
+                    y_response = put(y_response, x_response, replay, y)
+                states.append(state)
+                kept.append(state.kept())
+        if y_prompt is None and not layer.last:
+            y_prompt = torch.empty_like(x_prompt)
+
+        ctx.layer, ctx.states, ctx.counts = layer, states, [len(tensors) for tensors in kept]
+        hidden = [x_response, x_prompt] if layer.exact else [x_response]
+        state_tensors = [t for tensors in kept for t in tensors]
+        ctx.save_for_backward(*hidden, *state_tensors)
+        ctx.set_materialize_grads(False)
+        if y_prompt is not None and not layer.exact:
+            ctx.mark_non_differentiable(y_prompt)
+        layer.meter.keeps("hidden", hidden)
+        layer.meter.keeps("state", state_tensors)
+        return y_prompt, y_response
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g_prompt: Tensor | None, g_response: Tensor | None):
+        layer, exact = ctx.layer, ctx.layer.exact
+        stock = layer.module.forward  # looked up anew: a wrapper may have swapped the class
+        x_response, *saved = ctx.saved_tensors
+        x_prompt = saved.pop(0) if exact else None
+        kept = iter(saved)
+        if g_response is None:
+            g_response = torch.zeros_like(x_response)
+        gx_response = torch.empty_like(x_response)
+        gx_prompt = torch.empty_like(x_prompt) if exact else None
+        gradients = Gradients(layer.module.parameters())
+        with no_checkpointing(layer.module), ctx.autocast.restored(), torch.enable_grad():
+            for group, state, count in zip(layer.packed.groups, ctx.states, ctx.counts, strict=True):
+                state.load([next(kept) for _ in range(count)], differentiable=exact)
+                for replay in group.replays:
+                    x = x_response[:, replay.rows].detach().requires_grad_()
+                    view = state.open(replay, differentiable=exact)
+                    y = run(layer, stock, replay, x, view)
+                    gx, *g_past = gradients.vjp([y], [g_response[:, replay.rows]], [x, *view.leaves])
+                    gx_response[:, replay.rows] = gx
+                    state.accumulate(replay, g_past)
+                for chunk in reversed(group.chunks if exact else []):
+                    x = x_prompt[:, chunk.rows].detach().requires_grad_()
+                    view = state.open(chunk, differentiable=True)
+                    y = run(layer, stock, chunk, x, view)
+                    outputs, cotangents = list(view.new), state.cotangents(chunk)
+                    if g_prompt is not None:
+                        outputs, cotangents = [y, *outputs], [g_prompt[:, chunk.rows], *cotangents]
+                    gx, *g_past = gradients.vjp(outputs, cotangents, [x, *view.leaves])
+                    gx_prompt[:, chunk.rows] = gx
+                    state.accumulate(chunk, g_past)
+                state.clear()
+        return None, None, gx_prompt, gx_response, *gradients.sums()
+
+
+def run(layer: Layer, stock: Callable, segment: Segment, x: Tensor, view) -> Tensor:
+    """The stock layer on one segment, with the prompt's state for its cache."""
+    with prefix_attention(layer.config):
+        return stock(x, **segment.calls[layer.index], cache=view, prefix=view)
+
+
+def put(into: Tensor | None, like: Tensor, segment: Segment, y: Tensor) -> Tensor:
+    if into is None:  # the layer's output dtype is known with its first output
+        into = y.new_empty(like.shape)
+    into[:, segment.rows] = y
+    return into
+
+
+class Gradients:
+    """Sums the parameters' gradients over segments, in float32 and in the order of the calls; frozen ones cost nothing.
+    One gradient a parameter leaves it, rounded once."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]):
+        self.parameters = list(parameters)
+        self.trainable = [p for p in self.parameters if p.requires_grad]
+        self.partial: list[Tensor | None] = [None] * len(self.trainable)
+
+    def vjp(self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+        """Gradient with respect to `inputs`; the parameters' is added to the sums."""
+        cotangents = [c.to(o.dtype) for o, c in zip(outputs, cotangents, strict=True)]
+        grads = torch.autograd.grad(outputs, inputs + self.trainable, cotangents, allow_unused=True)
+        for i, g in enumerate(grads[len(inputs) :]):
+            if g is None:
+                continue
+            partial = self.partial[i]
+            if partial is None:  # a copy: the gradient may share its storage with another
+                self.partial[i] = g.to(torch.promote_types(g.dtype, torch.float32), copy=True)
+            else:
+                partial.add_(g)
+        return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, grads, strict=False)]
+
+    def sums(self) -> list[Tensor | None]:
+        """One gradient for each parameter, in the parameter's dtype; `None` for frozen and unused ones."""
+        sums = iter(self.partial)
+        return [
+            g.to(p.dtype) if p.requires_grad and (g := next(sums)) is not None else None for p in self.parameters
+        ]
+
+
+class Autocast:
+    """The autocast state of a forward, for its backward: autograd does not restore it. Without autocast's weight
+    cache: what it caches while no graph is recorded would be used where one is, and the weight's gradient be lost."""
+
+    def __init__(self, device: str):
+        self.device = device
+        self.dtype, self.enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+
+    def restored(self):
+        return torch.autocast(self.device, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
+
+
+@contextlib.contextmanager
+def no_checkpointing(module: nn.Module) -> Iterator[None]:
+    """transformers' own checkpointing, off: it would drop the cache, and the operation recomputes anyway."""
+    flagged = [m for m in module.modules() if getattr(m, "gradient_checkpointing", False)]
+    for m in flagged:
+        m.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for m in flagged:
+            m.gradient_checkpointing = True

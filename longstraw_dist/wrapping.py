@@ -1,0 +1,91 @@
+"""The little that an engine still needs to be told, and which wrapping is refused. The one file that names an engine.
+
+ZeRO-3 must fetch a decoder layer as a whole, once a call: `attach` marks the layers as leaf modules, before
+`deepspeed.initialize` registers its hooks. FSDP2 and DDP need nothing.
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from .blueprint import Blueprint
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raises `ValueError` if an engine has wrapped the model already."""
+    wrappers = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule, nn.DataParallel)
+    if isinstance(model, wrappers) or type(model).__module__.startswith("deepspeed."):
+        raise ValueError(
+            f"attach() got a {type(model).__name__}: attach the model first, then wrap it (accelerator.prepare, "
+            "deepspeed.initialize, fully_shard, DistributedDataParallel)."
+        )
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ValueError("attach() got a model with sharded parameters (tensor parallel): attach it before sharding.")
+
+
+def mark_leaves(layers: list[nn.Module]) -> None:
+    """Tells ZeRO-3 to gather each layer as a whole. Does nothing where DeepSpeed is not in use."""
+    if "deepspeed" in sys.modules:
+        from deepspeed.utils import set_z3_leaf_module
+
+        for layer in layers:
+            set_z3_leaf_module(layer, True)
+
+
+def find_fault(model: nn.Module, blueprint: Blueprint) -> str | None:
+    """What is wrong with how the model is wrapped, or `None`. The same on every rank; costs no collective."""
+    for i, layer in enumerate(blueprint.layers):
+        for p in layer.parameters():
+            if is_zero3(p) and not hasattr(p, "ds_z3_leaf_module"):
+                return (
+                    f"layer {i} is no ZeRO-3 leaf module, so ZeRO-3 would gather it in pieces: import deepspeed before "
+                    f'attach(), or set "leaf_module": {{"classes": ["{type(layer).__name__}"]}} under '
+                    '"zero_optimization".'
+                )
+            break
+        if any(isinstance(m, FSDPModule) for m in list(layer.modules())[1:]):
+            return f"a module inside layer {i} is a fully_shard unit of its own: shard whole layers."
+    if isinstance(model, FSDPModule):
+        dtype = model._get_fsdp_state()._mp_policy.output_dtype
+        if dtype not in (None, torch.float32):
+            return (
+                f"FSDP2's MixedPrecisionPolicy(output_dtype={dtype}) would round the log-probs: use output_dtype=None."
+            )
+    return None
+
+
+def is_zero3(p: Tensor) -> bool:
+    return hasattr(p, "ds_id")
+
+
+def is_partitioned(p: Tensor) -> bool:
+    """Whether this rank holds only its shard of a parameter."""
+    if is_zero3(p):
+        return p.ds_tensor.numel() < p.ds_numel
+    return isinstance(p, DTensor) and p.to_local().numel() < p.numel()
+
+
+def agree(fault: str | None, recording: bool, device: torch.device) -> str | None:
+    """
+    Lets every rank know what any rank found wrong, so that all raise the same error and none waits for another.
+
+    Costs one all-reduce of a small tensor on the default process group; one more collective if there is a fault.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return fault
+    flags = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=device)
+    flags[dist.get_rank()] = 4 if fault else 1 + recording
+    dist.all_reduce(flags)
+    seen = flags.tolist()
+    if 4 in seen:
+        faults: list[str | None] = [None] * len(seen)
+        dist.all_gather_object(faults, fault)
+        return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(faults) if text)
+    if len(set(seen)) > 1:
+        return f"ranks {[i for i, f in enumerate(seen) if f == 1]} call under torch.no_grad(), the others do not."
+    return None
