@@ -85,7 +85,7 @@ def attach(model: PreTrainedModel, config: LongStrawConfig | None = None) -> Pre
             f"prompt_grad={config.prompt_grad!r} asks for more than the {len(attachment.blueprint.layers)} layers."
         )
     wrapping.mark_leaves(attachment.blueprint.layers)
-    model._longstraw = attachment
+    vars(model)["_longstraw"] = attachment
 
     stock = model.forward
 
@@ -93,7 +93,7 @@ def attach(model: PreTrainedModel, config: LongStrawConfig | None = None) -> Pre
     def forward(self, *args, prompt_groups=None, temperature=1.0, **kwargs):
         if prompt_groups is None:
             return stock(*args, **kwargs)
-        return self._longstraw.run(prompt_groups, temperature, (*args, *kwargs))
+        return vars(self)["_longstraw"].run(prompt_groups, temperature, (*args, *kwargs))
 
     model.forward = types.MethodType(forward, model)
     return model
@@ -123,7 +123,7 @@ class Attachment:
     def run(self, groups: Sequence[PromptGroup], temperature: float, unknown: tuple) -> LongStrawOutput:
         """One packed call. Whatever may be wrong on one rank is found here, before the first parameter is gathered."""
         recording = torch.is_grad_enabled()
-        device = self.blueprint.embedding.weight.device
+        device = self.blueprint.device
         fault = self._find_fault(groups, temperature, unknown, recording, device)
         fault = wrapping.agree(fault, recording, device)
         if fault is not None:
@@ -140,7 +140,7 @@ class Attachment:
             )
         if self.model.training and (fault := find_dropout(self.model)) is not None:
             return fault
-        vocabulary = self.blueprint.embedding.num_embeddings
+        vocabulary = self.model.config.vocab_size
         return wrapping.find_fault(self.model, self.blueprint) or find_fault(groups, temperature, vocabulary, device)
 
     def _has_pending_graph(self) -> bool:
@@ -158,7 +158,8 @@ class Attachment:
         self.meter.begin(len(packed.prompt_ids), packed.tokens_saved, len(packed.response_ids), recording)
 
         embedded = plan.embedding(torch.cat([packed.prompt_ids, packed.response_ids])[None])
-        x_prompt, x_response = (t.clone() for t in embedded.split([len(packed.prompt_ids), len(packed.response_ids)], 1))
+        split = len(packed.prompt_ids)
+        x_prompt, x_response = embedded[:, :split].clone(), embedded[:, split:].clone()  # a slice would keep both
         for group in packed.groups:
             for segment in group.segments:
                 plan.describe(segment, x_response)
@@ -170,9 +171,8 @@ class Attachment:
         del embedded
 
         for i, module in enumerate(plan.layers):
-            layer = Layer(
-                module, i, plan.config, packed, self.windows[i], i >= first_exact, i == len(plan.layers) - 1, self.meter
-            )
+            last = i == len(plan.layers) - 1
+            layer = Layer(module, i, plan.config, packed, self.windows[i], i >= first_exact, last, self.meter)
             x_prompt, x_response = self._call(module, LayerOperation, (layer,), (x_prompt, x_response))
         rows = functools.partial(Rows, packed=packed, chunk_size=config.head_chunk_size, meter=self.meter)
         x_response = self._call(plan.norm, NormOperation, (rows(plan.norm),), (x_response,))

@@ -25,7 +25,7 @@ class Stub(nn.Module):
         self.width = width
         self.args: tuple = ()
         self.kwargs: dict[str, Any] = {}
-        self.out: Tensor | None = None
+        self.out = torch.empty(0)
 
     def forward(self, *args, **kwargs):
         self.args, self.kwargs = args, kwargs
@@ -54,8 +54,6 @@ class Blueprint:
             raise ValueError(f"{type(model).__name__} has several lists of layers: {name}, {others[0][0]}, ...")
         self.layers: list[nn.Module] = list(layers)
         self.embedding, self.head = model.get_input_embeddings(), model.get_output_embeddings()
-        self.width = self.embedding.weight.shape[-1] if self.embedding.weight.dim() == 2 else self.config.hidden_size
-
         self.ghost = bare(base)
         stubs = {c: Stub(self.config.hidden_size) for c in base.children() if any(True for _ in c.parameters())}
         self.stubs = [Stub(self.config.hidden_size) for _ in self.layers]
@@ -76,23 +74,23 @@ class Blueprint:
         with prefix_attention(self.config), torch.no_grad():
             logits = whole(inputs_embeds=x, position_ids=torch.arange(3, device=self.device)[None], use_cache=False)[0]
         norms = [c for c, stub in stubs.items() if stub.args]
-        chain = [("the first layer", x, self.stubs[0])]
-        chain += [(f"layer {i}", a.out, b) for i, (a, b) in enumerate(zip(self.stubs, self.stubs[1:]), 1)]  # noqa: B905
+        kind = type(model).__name__
         if len(norms) != 1:
-            raise ValueError(f"{type(model).__name__} calls {len(norms)} modules beside its layers: one norm is known.")
-        chain += [("the norm", self.stubs[-1].out, stubs[norms[0]]), ("the head", stubs[norms[0]].out, head)]
-        for where, sent, stub in chain:
+            raise ValueError(f"{kind} calls {len(norms)} modules beside its layers, where one norm is known.")
+        sent = x
+        for stub in (*self.stubs, stubs[norms[0]], head):
             if len(stub.args) != 1 or not same(sent, stub.args[0]):
-                raise ValueError(f"{type(model).__name__} changes the hidden states before {where}.")
-        if not same(head.out, logits):
-            raise ValueError(f"{type(model).__name__} changes the logits behind its head (softcap or scaling).")
+                raise ValueError(f"{kind} changes the hidden states between its layers, its norm and its head.")
+            sent = stub.out
+        if not same(sent, logits):
+            raise ValueError(f"{kind} changes the logits behind its head (softcap or scaling).")
         if any("cache" not in stub.kwargs for stub in self.stubs):
-            raise ValueError(f"{type(model).__name__} calls its layers without `cache`.")
+            raise ValueError(f"{kind} calls its layers without `cache`.")
         return norms[0]
 
     @property
     def device(self) -> torch.device:
-        """Where the ghost's buffers lie, which move with the model."""
+        """Where the model computes: there lie its buffers, which an engine neither shards nor offloads."""
         return next((b.device for b in self.ghost.buffers()), torch.device("cpu"))
 
     def describe(self, segment: Segment, like: Tensor) -> None:
@@ -121,5 +119,5 @@ def bare(module: nn.Module) -> nn.Module:
     return ghost
 
 
-def same(a: Tensor | None, b: Tensor) -> bool:
-    return a is not None and a.shape == b.shape and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+def same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.untyped_storage()._cdata == b.untyped_storage()._cdata

@@ -56,5 +56,5 @@ def exact_layers(prompt_grad: str, layers: int) -> int:
         return 0
     kind, _, count = prompt_grad.partition(":") if isinstance(prompt_grad, str) else ("", "", "")
     if kind != "last" or not count.isdecimal() or int(count) < 1:
-        raise ValueError(f'prompt_grad={prompt_grad!r} is unknown: choose "exact", "detached" or "last:N" with N >= 1.')
+        raise ValueError(f'prompt_grad={prompt_grad!r} is unknown: choose "exact", "detached" or "last:N", N >= 1.')
     return int(count)

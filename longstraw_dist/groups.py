@@ -141,9 +141,9 @@ def find_fault(groups: Any, temperature: Any, vocabulary: int, device: torch.dev
     ids: list[Tensor] = []
     for i, group in enumerate(groups):
         if not isinstance(group, PromptGroup):
-            return f"prompt_groups[{i}] is a {type(group).__name__}: pass PromptGroup(prompt_ids, [response_ids, ...])."
+            return f"prompt_groups[{i}] is a {type(group).__name__}: pass PromptGroup(prompt_ids, [response_ids])."
         if not isinstance(group.response_ids, list | tuple):
-            return f"prompt_groups[{i}].response_ids is a {type(group.response_ids).__name__}: pass a list of tensors."
+            return f"prompt_groups[{i}].response_ids is a {type(group.response_ids).__name__}: pass a list."
         named = [("prompt_ids", group.prompt_ids)]
         named += [(f"response_ids[{j}]", t) for j, t in enumerate(group.response_ids)]
         for name, t in named:

@@ -42,7 +42,7 @@ class Graph:
 
 
 class NormOperation(torch.autograd.Function):
-    """`apply(rows, stock, x_1MH, *parameters) -> y_1MH`: a module that works row by row, with its graph chunk by chunk.
+    """`apply(rows, stock, x_1MH, *parameters) -> y_1MH`: a module that works row by row, in chunks of rows.
     Kept for backward: `x`."""
 
     @staticmethod

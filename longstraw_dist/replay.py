@@ -91,12 +91,11 @@ class LayerOperation(torch.autograd.Function):
         layer, exact = ctx.layer, ctx.layer.exact
         stock = layer.module.forward  # looked up anew: a wrapper may have swapped the class
         x_response, *saved = ctx.saved_tensors
-        x_prompt = saved.pop(0) if exact else None
+        x_prompt = saved.pop(0) if exact else x_response[:, :0]
         kept = iter(saved)
         if g_response is None:
             g_response = torch.zeros_like(x_response)
-        gx_response = torch.empty_like(x_response)
-        gx_prompt = torch.empty_like(x_prompt) if exact else None
+        gx_response, gx_prompt = torch.empty_like(x_response), torch.empty_like(x_prompt)
         gradients = Gradients(layer.module.parameters())
         with no_checkpointing(layer.module), ctx.autocast.restored(), torch.enable_grad():
             for group, state, count in zip(layer.packed.groups, ctx.states, ctx.counts, strict=True):
@@ -108,7 +107,7 @@ class LayerOperation(torch.autograd.Function):
                     gx, *g_past = gradients.vjp([y], [g_response[:, replay.rows]], [x, *view.leaves])
                     gx_response[:, replay.rows] = gx
                     state.accumulate(replay, g_past)
-                for chunk in reversed(group.chunks if exact else []):
+                for chunk in reversed(group.chunks) if exact else ():
                     x = x_prompt[:, chunk.rows].detach().requires_grad_()
                     view = state.open(chunk, differentiable=True)
                     y = run(layer, stock, chunk, x, view)
@@ -119,7 +118,7 @@ class LayerOperation(torch.autograd.Function):
                     gx_prompt[:, chunk.rows] = gx
                     state.accumulate(chunk, g_past)
                 state.clear()
-        return None, None, gx_prompt, gx_response, *gradients.sums()
+        return None, None, gx_prompt if exact else None, gx_response, *gradients.sums()
 
 
 def run(layer: Layer, stock: Callable, segment: Segment, x: Tensor, view) -> Tensor:
@@ -136,18 +135,18 @@ def put(into: Tensor | None, like: Tensor, segment: Segment, y: Tensor) -> Tenso
 
 
 class Gradients:
-    """Sums the parameters' gradients over segments, in float32 and in the order of the calls; frozen ones cost nothing.
-    One gradient a parameter leaves it, rounded once."""
+    """Sums the parameters' gradients over segments, in float32 and in the order of the calls; frozen ones cost
+    nothing. One gradient a parameter leaves it, rounded once."""
 
     def __init__(self, parameters: Iterator[nn.Parameter]):
         self.parameters = list(parameters)
         self.trainable = [p for p in self.parameters if p.requires_grad]
         self.partial: list[Tensor | None] = [None] * len(self.trainable)
 
-    def vjp(self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    def vjp(self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
         """Gradient with respect to `inputs`; the parameters' is added to the sums."""
         cotangents = [c.to(o.dtype) for o, c in zip(outputs, cotangents, strict=True)]
-        grads = torch.autograd.grad(outputs, inputs + self.trainable, cotangents, allow_unused=True)
+        grads = torch.autograd.grad(outputs, [*inputs, *self.trainable], cotangents, allow_unused=True)
         for i, g in enumerate(grads[len(inputs) :]):
             if g is None:
                 continue
@@ -161,9 +160,7 @@ class Gradients:
     def sums(self) -> list[Tensor | None]:
         """One gradient for each parameter, in the parameter's dtype; `None` for frozen and unused ones."""
         sums = iter(self.partial)
-        return [
-            g.to(p.dtype) if p.requires_grad and (g := next(sums)) is not None else None for p in self.parameters
-        ]
+        return [g.to(p.dtype) if p.requires_grad and (g := next(sums)) is not None else None for p in self.parameters]
 
 
 class Autocast:
@@ -181,11 +178,11 @@ class Autocast:
 @contextlib.contextmanager
 def no_checkpointing(module: nn.Module) -> Iterator[None]:
     """transformers' own checkpointing, off: it would drop the cache, and the operation recomputes anyway."""
-    flagged = [m for m in module.modules() if getattr(m, "gradient_checkpointing", False)]
-    for m in flagged:
-        m.gradient_checkpointing = False
+    flagged = [vars(m) for m in module.modules() if vars(m).get("gradient_checkpointing")]
+    for attributes in flagged:
+        attributes["gradient_checkpointing"] = False
     try:
         yield
     finally:
-        for m in flagged:
-            m.gradient_checkpointing = True
+        for attributes in flagged:
+            attributes["gradient_checkpointing"] = True

@@ -15,7 +15,7 @@ HOST: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()
 def offload_to_host(hidden: list[Tensor]) -> Iterator[None]:
     """
     Saved-tensor hooks that keep `hidden` in host memory, and everything else where it is. The copy is pinned when the
-    tensor is on an accelerator; it leaves on the stream that computes, and comes back, whole, when backward asks for it.
+    tensor is on an accelerator; it leaves on the stream that computes, and comes back when backward asks for it.
     """
     moved = {t.untyped_storage()._cdata for t in hidden}
 

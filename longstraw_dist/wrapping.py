@@ -43,8 +43,8 @@ def find_fault(model: nn.Module, blueprint: Blueprint) -> str | None:
         for p in layer.parameters():
             if is_zero3(p) and not hasattr(p, "ds_z3_leaf_module"):
                 return (
-                    f"layer {i} is no ZeRO-3 leaf module, so ZeRO-3 would gather it in pieces: import deepspeed before "
-                    f'attach(), or set "leaf_module": {{"classes": ["{type(layer).__name__}"]}} under '
+                    f"layer {i} is no ZeRO-3 leaf module, so ZeRO-3 would gather it in pieces: import deepspeed "
+                    f'before attach(), or set "leaf_module": {{"classes": ["{type(layer).__name__}"]}} under '
                     '"zero_optimization".'
                 )
             break
@@ -66,7 +66,7 @@ def is_zero3(p: Tensor) -> bool:
 def is_partitioned(p: Tensor) -> bool:
     """Whether this rank holds only its shard of a parameter."""
     if is_zero3(p):
-        return p.ds_tensor.numel() < p.ds_numel
+        return p.ds_tensor.numel() < p.ds_numel  # type: ignore[attr-defined]
     return isinstance(p, DTensor) and p.to_local().numel() < p.numel()
 
 

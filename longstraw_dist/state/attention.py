@@ -1,9 +1,9 @@
 """Keys and values of one prompt in one layer: one buffer, allocated once, and its gradient beside it in backward.
 
-    T captured prompt tokens   N tokens of a segment   K key heads   D head size
+T captured prompt tokens   N tokens of a segment   K key heads   D head size
 
-    k, v    [1, K, T, D]  in the dtype of the layer's keys       written chunk by chunk in forward
-    dk, dv  [1, K, T, D]  float32                                summed over replays and later chunks in backward
+k, v    [1, K, T, D]  in the dtype of the layer's keys       written chunk by chunk in forward
+dk, dv  [1, K, T, D]  float32                                summed over replays and later chunks in backward
 """
 
 from collections.abc import Iterable
@@ -51,11 +51,10 @@ class KeyValueState:
         self.gradients: list[Tensor] = []
 
     def open(self, segment: Segment, differentiable: bool = False) -> View:
-        past = []
-        if segment.past:
-            block = [t[:, :, self._span(segment)].detach() for t in self.buffers]
-            past = [tuple(t.requires_grad_() for t in block) if differentiable else tuple(block)]
-        return View(past, segment.lengths)
+        if not segment.past:
+            return View([], segment.lengths)
+        k, v = (t[:, :, self._span(segment)].detach().requires_grad_(differentiable) for t in self.buffers)
+        return View([(k, v)], segment.lengths)
 
     def write(self, segment: Segment, view: View) -> None:
         """Takes over what a prompt chunk's layer call left in its view."""

@@ -1,0 +1,69 @@
+"""Tiny random models whose weights are spread, so that the prompt's state matters, and ragged prompt groups."""
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from longstraw_dist import PromptGroup
+
+VOCABULARY = 97
+MODELS = {
+    "llama": ("Llama", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "mistral": ("Mistral", {"sliding_window": 6}),
+}
+
+
+def tiny(kind: str, tied: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides):
+    """A causal LM of 3 layers of 32, in training mode. `overrides` go into its config."""
+    name, extra = MODELS[kind]
+    settings = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **extra,
+        **overrides,
+    }
+    config = getattr(transformers, f"{name}Config")(**settings)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    spread(model, seed)
+    return model.to(dtype).train()
+
+
+@torch.no_grad()
+def spread(model: nn.Module, seed: int) -> None:
+    """Matrices of singular values around 1, norms around 1: attention looks far, and every parameter counts."""
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        noise = torch.randn(p.shape, generator=generator)
+        p.copy_(noise * p.shape[-1] ** -0.5 if p.dim() > 1 else 1 + 0.3 * noise)
+
+
+def tokens(n: int, generator: torch.Generator, vocabulary: int = VOCABULARY) -> Tensor:
+    return torch.randint(0, vocabulary, (n,), generator=generator)
+
+
+def ragged(seed: int = 0, shapes=((23, (5, 5, 0, 9)), (1, (3, 1)), (2, (4,)), (40, ())), vocabulary=VOCABULARY):
+    """Prompt groups of the given (P, (R_1, R_2, ...)); the default has P=1, R=1, R=0 and a group without responses."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        PromptGroup(tokens(p, generator, vocabulary), [tokens(r, generator, vocabulary) for r in responses])
+        for p, responses in shapes
+    ]
+
+
+def weigh(logps: list[Tensor], entropies: list[Tensor], seed: int = 0) -> Tensor:
+    """A loss that weighs every log-prob and every entropy differently: sum_i w_i logp_i + v_i entropy_i."""
+    generator = torch.Generator().manual_seed(seed)
+    loss = 0.0
+    for t in (*logps, *entropies):
+        loss = loss + (torch.randn(t.shape, generator=generator).to(t) * t).sum()
+    return loss
