@@ -72,7 +72,7 @@ def attach(model: PreTrainedModel, config: LongStrawConfig | None = None) -> Pre
     wrapping.refuse_wrapped(model)
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
         raise ValueError(f"attach() got a {type(model).__name__}: pass a transformers causal LM.")
-    if find_attachment(model) is not None:
+    if is_attached(model):
         raise ValueError(f"this {type(model).__name__} is attached already: attach() it once.")
     if model.config.model_type not in SUPPORTED:
         raise ValueError(f'model type "{model.config.model_type}" is not supported yet: {", ".join(SUPPORTED)} are.')
@@ -93,17 +93,21 @@ def attach(model: PreTrainedModel, config: LongStrawConfig | None = None) -> Pre
     def forward(self, *args, prompt_groups=None, temperature=1.0, **kwargs):
         if prompt_groups is None:
             return stock(*args, **kwargs)
-        return vars(self)["_longstraw"].run(prompt_groups, temperature, (*args, *kwargs))
+        return attachment_of(self).run(prompt_groups, temperature, (*args, *kwargs))
 
     model.forward = types.MethodType(forward, model)
     return model
 
 
-def find_attachment(model: nn.Module) -> "Attachment | None":
-    """What `attach` left on the model, also through DDP and DeepSpeed."""
-    while "_longstraw" not in vars(model) and isinstance(inner := getattr(model, "module", None), nn.Module):
-        model = inner
-    return vars(model).get("_longstraw")
+def is_attached(model: nn.Module) -> bool:
+    return "_longstraw" in vars(model)
+
+
+def attachment_of(model: nn.Module) -> "Attachment":
+    """What `attach` left on the (unwrapped) model. Raises `ValueError` if it never was."""
+    if not is_attached(model):
+        raise ValueError(f"this {type(model).__name__} is not attached: call attach(model) before it is wrapped.")
+    return vars(model)["_longstraw"]
 
 
 class Attachment:

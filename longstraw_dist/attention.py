@@ -116,7 +116,7 @@ class Region:
     def unfold(self, t: Tensor) -> Tensor:
         return t if self.batch == 1 else t.transpose(0, 1).flatten(1, 2)[None]
 
-    def take(self, q, k, v, past):
+    def take(self, q, k, v, past) -> tuple[Tensor, Tensor, Tensor]:
         keys = []
         if self.block is not None:
             keys.append([t[:, :, self.skip :] for t in past[2 * self.block : 2 * self.block + 2]])

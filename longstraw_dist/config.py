@@ -1,7 +1,6 @@
 """Every knob of the engine: its unit, its default, its check."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class LongStrawConfig:
     prompt_chunk_size: int = 1024
     responses_per_replay: int | None = None
     head_chunk_size: int = 128
-    offload: Literal["hidden"] | None = None
+    offload: str | None = None
 
     def __post_init__(self):
         exact_layers(self.prompt_grad, 1)

@@ -164,3 +164,31 @@ def find_fault(groups: Any, temperature: Any, vocabulary: int, device: torch.dev
             bad = int(low) if low < 0 else int(high)
             return f"token id {bad} is outside the vocabulary of {vocabulary} tokens (0 to {vocabulary - 1})."
     return None
+
+
+def find_groups(
+    input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int
+) -> tuple[list[PromptGroup], list[tuple[int, int]]]:
+    """
+    Finds the prompt groups of a padded batch: rows whose prompts are equal, token by token, wherever they stand.
+
+    Args:
+        input_ids (`torch.Tensor`): int64 `[B, P + C]`, prompts padded on the left, completions on the right.
+        attention_mask (`torch.Tensor`): `[B, P + C]`, 0 on padding. A completion may be masked as a whole.
+        logits_to_keep (`int`): C.
+
+    Returns:
+        The groups, and for each response, in the groups' order, its row and its number of tokens.
+    """
+    split = input_ids.shape[1] - logits_to_keep
+    lengths = attention_mask[:, split:].sum(1).tolist()
+    begins = (split - attention_mask[:, :split].sum(1)).tolist()
+    rows_of: dict[tuple[int, ...], list[int]] = {}
+    for row, (ids, begin) in enumerate(zip(input_ids[:, :split].tolist(), begins, strict=True)):
+        rows_of.setdefault(tuple(ids[begin:]), []).append(row)
+    groups, order = [], []
+    for rows in rows_of.values():
+        responses = [input_ids[row, split : split + lengths[row]] for row in rows]
+        groups.append(PromptGroup(input_ids[rows[0], begins[rows[0]] : split], responses))
+        order += [(row, lengths[row]) for row in rows]
+    return groups, order

@@ -1,10 +1,14 @@
 """What happened: tokens, bytes kept by kind, collectives."""
 
 import contextlib
-from collections import Counter
+import resource
+import sys
+import time
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -78,3 +82,47 @@ def count_collectives() -> Iterator[Counter]:
     finally:
         for name, method in before.items():
             setattr(dist.ProcessGroup, name, method)
+
+
+class Phases:
+    """Seconds and collectives by phase. Phases nest; each moment counts for the innermost one that is open. Seconds
+    are the host's: on an accelerator, work that is queued in one phase may be waited for in the next."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.collectives: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._open: list[str] = []
+        self._since = 0.0
+        self._counts: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if not self._open:
+                self._counts = stack.enter_context(count_collectives())
+            self._attribute()
+            self._open.append(name)
+            try:
+                yield
+            finally:
+                self._attribute()
+                self._open.pop()
+
+    def _attribute(self) -> None:
+        now = time.perf_counter()
+        if self._open:
+            self.seconds[self._open[-1]] += now - self._since
+            self.collectives[self._open[-1]].update(self._counts)
+        self._counts.clear()
+        self._since = now
+
+    def reset(self) -> None:
+        """Forgets what was counted; the phases that are open stay open."""
+        self.seconds, self.collectives = defaultdict(float), defaultdict(Counter)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most memory held so far: of the allocator on CUDA, resident in the process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

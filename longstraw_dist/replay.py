@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from .attention import prefix_attention
 from .groups import Packed, Segment
 from .meter import Meter
-from .state import KeyValueState
+from .state import Captured, KeyValueState, View
 
 
 @dataclass
@@ -61,11 +61,10 @@ class LayerOperation(torch.autograd.Function):
             for group in layer.packed.groups:
                 state = KeyValueState(group.captured, layer.window)
                 for chunk in group.chunks:
-                    view = state.open(chunk)
+                    view = state.open(chunk, capture_only=layer.last)
                     y = run(layer, stock, chunk, x_prompt[:, chunk.rows], view)
                     state.write(chunk, view)
-                    if not layer.last:
-                        y_prompt = put(y_prompt, x_prompt, chunk, y)
+                    y_prompt = put(y_prompt, x_prompt, chunk, y)
                 for replay in group.replays:
                     y = run(layer, stock, replay, x_response[:, replay.rows], state.open(replay))
                     y_response = put(y_response, x_response, replay, y)
@@ -104,15 +103,16 @@ class LayerOperation(torch.autograd.Function):
                     x = x_response[:, replay.rows].detach().requires_grad_()
                     view = state.open(replay, differentiable=exact)
                     y = run(layer, stock, replay, x, view)
+                    assert y is not None, "only a prompt chunk is left early"
                     gx, *g_past = gradients.vjp([y], [g_response[:, replay.rows]], [x, *view.leaves])
                     gx_response[:, replay.rows] = gx
                     state.accumulate(replay, g_past)
                 for chunk in reversed(group.chunks) if exact else ():
                     x = x_prompt[:, chunk.rows].detach().requires_grad_()
-                    view = state.open(chunk, differentiable=True)
+                    view = state.open(chunk, differentiable=True, capture_only=g_prompt is None)
                     y = run(layer, stock, chunk, x, view)
                     outputs, cotangents = list(view.new), state.cotangents(chunk)
-                    if g_prompt is not None:
+                    if y is not None and g_prompt is not None:
                         outputs, cotangents = [y, *outputs], [g_prompt[:, chunk.rows], *cotangents]
                     gx, *g_past = gradients.vjp(outputs, cotangents, [x, *view.leaves])
                     gx_prompt[:, chunk.rows] = gx
@@ -121,13 +121,16 @@ class LayerOperation(torch.autograd.Function):
         return None, None, gx_prompt if exact else None, gx_response, *gradients.sums()
 
 
-def run(layer: Layer, stock: Callable, segment: Segment, x: Tensor, view) -> Tensor:
-    """The stock layer on one segment, with the prompt's state for its cache."""
-    with prefix_attention(layer.config):
+def run(layer: Layer, stock: Callable, segment: Segment, x: Tensor, view: View) -> Tensor | None:
+    """The stock layer on one segment, with the prompt's state for its cache; `None` if only its state is wanted."""
+    with prefix_attention(layer.config), contextlib.suppress(Captured):
         return stock(x, **segment.calls[layer.index], cache=view, prefix=view)
+    return None
 
 
-def put(into: Tensor | None, like: Tensor, segment: Segment, y: Tensor) -> Tensor:
+def put(into: Tensor | None, like: Tensor, segment: Segment, y: Tensor | None) -> Tensor | None:
+    if y is None:
+        return into
     if into is None:  # the layer's output dtype is known with its first output
         into = y.new_empty(like.shape)
     into[:, segment.rows] = y
@@ -158,9 +161,16 @@ class Gradients:
         return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, grads, strict=False)]
 
     def sums(self) -> list[Tensor | None]:
-        """One gradient for each parameter, in the parameter's dtype; `None` for frozen and unused ones."""
+        """One gradient for each parameter, in the parameter's dtype; `None` for frozen ones."""
         sums = iter(self.partial)
-        return [g.to(p.dtype) if p.requires_grad and (g := next(sums)) is not None else None for p in self.parameters]
+        return [self._round(p, next(sums)) if p.requires_grad else None for p in self.parameters]
+
+    @staticmethod
+    def _round(parameter: nn.Parameter, total: Tensor | None) -> Tensor:
+        assert total is not None, (
+            f"a parameter of shape {tuple(parameter.shape)} took no part in its layer's recompute"
+        )
+        return total.to(parameter.dtype)
 
 
 class Autocast:

@@ -14,10 +14,15 @@ from torch import Tensor
 from ..groups import Segment
 
 
+class Captured(Exception):
+    """A layer has handed in all that is wanted of it."""
+
+
 class View:
     """
     What a layer takes for its cache while it runs one segment (the part of `transformers.Cache` that attention asks
-    for). It never writes in place: what the layer hands in is read off afterwards.
+    for). It never writes in place: what the layer hands in is read off afterwards. With `capture_only` the layer is
+    left there and then, by `Captured`: nothing reads what the last layer makes of the prompt.
 
     Attributes:
         past (`list[tuple[Tensor, Tensor]]`): K and V of the prompt so far, in blocks, oldest first.
@@ -25,8 +30,8 @@ class View:
         new (`tuple[Tensor, Tensor]`): K and V of the segment itself, once the layer ran.
     """
 
-    def __init__(self, past: list[tuple[Tensor, Tensor]], lengths: tuple[int, ...]):
-        self.past, self.lengths = past, lengths
+    def __init__(self, past: list[tuple[Tensor, Tensor]], lengths: tuple[int, ...], capture_only: bool = False):
+        self.past, self.lengths, self.capture_only = past, lengths, capture_only
         self.new: tuple[Tensor, ...] = ()
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, **kwargs) -> tuple[Tensor, Tensor]:
@@ -34,6 +39,8 @@ class View:
             dtype = torch.get_autocast_dtype(key.device.type)
             key, value = key.to(dtype), value.to(dtype)
         self.new = (key, value)
+        if self.capture_only:
+            raise Captured
         return key, value
 
     @property
@@ -50,11 +57,11 @@ class KeyValueState:
         self.buffers: list[Tensor] = []
         self.gradients: list[Tensor] = []
 
-    def open(self, segment: Segment, differentiable: bool = False) -> View:
+    def open(self, segment: Segment, differentiable: bool = False, capture_only: bool = False) -> View:
         if not segment.past:
-            return View([], segment.lengths)
+            return View([], segment.lengths, capture_only)
         k, v = (t[:, :, self._span(segment)].detach().requires_grad_(differentiable) for t in self.buffers)
-        return View([(k, v)], segment.lengths)
+        return View([(k, v)], segment.lengths, capture_only)
 
     def write(self, segment: Segment, view: View) -> None:
         """Takes over what a prompt chunk's layer call left in its view."""

@@ -1,0 +1,54 @@
+"""GRPOConfig and the engine's knobs, under the names that they have in `LongStrawConfig`."""
+
+from dataclasses import dataclass, field
+
+from trl import GRPOConfig
+
+from longstraw_dist import LongStrawConfig
+
+
+@dataclass
+class LongStrawGRPOConfig(GRPOConfig):
+    r"""
+    Configuration class for the [`LongStrawGRPOTrainer`]: every option of [`~trl.GRPOConfig`], with its meaning, and
+
+    Args:
+        prompt_grad (`str`, *optional*, defaults to `"exact"`):
+            How far the gradient reaches into the prompt: `"exact"`, `"detached"` (biased) or `"last:N"`.
+        prompt_chunk_size (`int`, *optional*, defaults to `1024`):
+            Prompt tokens that a layer runs at once.
+        responses_per_replay (`int`, *optional*):
+            Responses of a group that a layer replays at once; by default as many as `prompt_chunk_size` tokens hold.
+        head_chunk_size (`int`, *optional*, defaults to `128`):
+            Tokens that the norm and the LM head run at once.
+        offload (`str`, *optional*):
+            `"hidden"` keeps each layer's packed hidden states in host memory until its backward.
+    """
+
+    prompt_grad: str = field(
+        default="exact",
+        metadata={"help": 'How far the gradient reaches into the prompt: "exact", "detached", "last:N".'},
+    )
+    prompt_chunk_size: int = field(default=1024, metadata={"help": "Prompt tokens that a layer runs at once."})
+    responses_per_replay: int | None = field(
+        default=None,
+        metadata={"help": "Responses replayed at once; by default as many as fit into `prompt_chunk_size` tokens."},
+    )
+    head_chunk_size: int = field(default=128, metadata={"help": "Tokens that the norm and the LM head run at once."})
+    offload: str | None = field(
+        default=None, metadata={"help": '"hidden" keeps the packed hidden states of every layer in host memory.'}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.longstraw()  # a wrong knob is refused here, not at the first step
+
+    def longstraw(self) -> LongStrawConfig:
+        """The engine's part. Raises `ValueError` on a value outside its range."""
+        return LongStrawConfig(
+            prompt_grad=self.prompt_grad,
+            prompt_chunk_size=self.prompt_chunk_size,
+            responses_per_replay=self.responses_per_replay,
+            head_chunk_size=self.head_chunk_size,
+            offload=self.offload,
+        )

@@ -1,0 +1,226 @@
+"""GRPOTrainer whose log-probs come from packed prompt groups.
+
+What it overrides: the log-prob method (policy, old policy and reference go through it), the shuffle of a generation
+batch (by group instead of by row), the setter of `ref_model` (the parent builds and wraps the reference model in its
+own constructor, and it must be attached in between), and what is measured. Rewards, advantages, losses, generation,
+checkpoints and logging are the parent's.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate.logging import get_logger
+from datasets import Dataset, IterableDataset
+from torch import Tensor
+from transformers import PreTrainedModel, ProcessorMixin
+from trl import GRPOTrainer
+from trl.trainer.utils import get_config_model_id, split_tensor_dict
+
+from longstraw_dist import attach
+from longstraw_dist.attach import attachment_of, is_attached
+from longstraw_dist.groups import find_groups
+from longstraw_dist.meter import Phases, peak_bytes
+
+from .config import LongStrawGRPOConfig
+
+logger = get_logger(__name__)
+COUNTED = ("all_gather", "reduce_scatter", "all_reduce")  # collectives that are logged, of forward and backward
+
+
+class LongStrawGRPOTrainer(GRPOTrainer):
+    """
+    [`~trl.GRPOTrainer`] that runs each group's prompt once. The objective is the parent's; with `prompt_grad="exact"`
+    so is the gradient.
+
+    Costs a micro-batch: one forward of each distinct prompt and each completion, one more of each in backward, and one
+    backward; with ZeRO-3 and FSDP2 two gathers and one reduce-scatter a layer. A group is shared as far as its rows
+    lie in one micro-batch on one rank: choose `per_device_train_batch_size` as a multiple of `num_generations`.
+
+    Args:
+        model, reward_funcs, args, ...: as for [`~trl.GRPOTrainer`], with `args` a [`LongStrawGRPOConfig`].
+
+    Raises:
+        `ValueError`: at construction, for an option under which the result could not be the parent's, naming it.
+    """
+
+    args: Any  # a LongStrawGRPOConfig; the parent's types are narrower than its values
+    model: Any
+    _buffered_inputs: Any
+
+    def __init__(
+        self,
+        model: "str | PreTrainedModel",
+        reward_funcs: Any = None,
+        args: LongStrawGRPOConfig | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        **kwargs,
+    ):
+        if args is None:
+            name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = LongStrawGRPOConfig(f"{name.split('/')[-1]}-GRPO")
+        refuse_inexact(args, processing_class, train_dataset, kwargs)
+        self.phases = Phases()
+        super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
+        if self._is_vlm:
+            raise ValueError("image inputs are not supported: pass a tokenizer, not a processor, as processing_class.")
+        if self.aux_loss_enabled:
+            raise ValueError("the MoE auxiliary loss is not supported yet: set router_aux_loss_coef=0.0.")
+        if not is_attached(self.model):
+            attach(self.model, args.longstraw())
+        self._attachment = attachment_of(self.model)
+        logger.info(
+            f"longstraw-dist: prompt_grad={args.prompt_grad}, exact in {self._attachment.exact_layers} of "
+            f"{len(self._attachment.blueprint.layers)} layers"
+        )
+
+    @property
+    def ref_model(self):
+        return self._ref_model
+
+    @ref_model.setter
+    def ref_model(self, model):
+        if isinstance(model, PreTrainedModel) and not is_attached(model):
+            attach(model, self.args.longstraw())
+        self._ref_model = model
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        if not self.is_fsdp_enabled:
+            return
+        plugin = self.accelerator.state.fsdp_plugin
+        if plugin.fsdp_version != 2:
+            raise ValueError("FSDP1 is not supported: set fsdp_version: 2 in the accelerate config.")
+        if plugin.activation_checkpointing:
+            raise ValueError(
+                "fsdp_activation_checkpointing wraps the layers in modules of its own: set it to false. A layer is "
+                "recomputed segment by segment anyway."
+            )
+        policy = plugin.mixed_precision_policy
+        if policy is not None and policy.output_dtype not in (None, torch.float32):
+            plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)  # log-probs stay float32
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **multimodal,
+    ) -> tuple[Tensor, Tensor | None, None]:
+        """Compute log-probs and (optionally) entropies, zero on padding."""
+        given = [name for name, value in multimodal.items() if value is not None]
+        assert not given, f"image inputs are refused at construction, but got {given}"
+        assert not compute_aux_loss, "refused at construction"
+        logps: list[Tensor] = []
+        entropies: list[Tensor] = []
+        batch_size = batch_size or len(input_ids)
+        with self.phases("forward" if torch.is_grad_enabled() else "score"):
+            for begin in range(0, len(input_ids), batch_size):
+                batch = slice(begin, begin + batch_size)
+                groups, order = find_groups(input_ids[batch], attention_mask[batch], logits_to_keep)
+                with self.accelerator.autocast():
+                    out = model(prompt_groups=groups, temperature=self.temperature)
+                logps.append(pad_rows(out.logps, order, logits_to_keep) + out.anchor)
+                if compute_entropy:
+                    entropies.append(pad_rows(out.entropies, order, logits_to_keep))
+        return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
+
+    def _prepare_inputs(self, generation_batch):
+        # The parent's method, with a shuffle that keeps the rows of a group together.
+        with self.phases("rollout"):
+            if not self.model.training:
+                return self._generate_and_score_completions(generation_batch)
+            if (
+                self._step % (self.args.steps_per_generation * self.num_iterations) == 0
+                or self._buffered_inputs is None
+            ):
+                batch = self._generate_and_score_completions(generation_batch)
+                batch = shuffle_groups(batch)
+                self._buffered_inputs = split_tensor_dict(batch, self.args.steps_per_generation)
+            return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    def _compute_loss(self, model, inputs):
+        with self.phases("loss"):
+            return super()._compute_loss(model, inputs)
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        if self._step % self.current_gradient_accumulation_steps == 0:
+            self.phases.reset()
+            self._attachment.meter.reset()
+        with self.phases("backward"):
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        if self._step % self.current_gradient_accumulation_steps == 0:
+            self._log_step()
+        return loss
+
+    def _log_step(self) -> None:
+        """Our metrics of one optimizer step."""
+        meter, seconds = self._attachment.meter, self.phases.seconds
+        update = self.phases.collectives["forward"] + self.phases.collectives["backward"]
+        metrics: dict[str, float] = {f"{kind}s": update[kind] for kind in COUNTED}
+        metrics |= {f"seconds/{phase}": seconds[phase] for phase in ("rollout", "score", "forward", "backward")}
+        metrics |= {f"{kind}_bytes": meter.kept_bytes.get(kind, 0) for kind in ("hidden", "state")}
+        metrics["prompt_tokens_captured"] = meter.prompt_tokens_captured
+        metrics["prompt_tokens_saved"] = meter.prompt_tokens_saved
+        metrics["peak_bytes"] = peak_bytes(self.accelerator.device)
+        metrics["prompt_grad_layers"] = self._attachment.exact_layers
+        for name, value in metrics.items():
+            self._metrics["train"][f"longstraw/{name}"].append(value)
+
+
+def pad_rows(values: list[Tensor], order: list[tuple[int, int]], width: int) -> Tensor:
+    """`[R_i]` for each response, in the groups' order -> `[rows, width]` in the batch's, zero behind each response."""
+    rows = {row: F.pad(value, (0, width - n)) for value, (row, n) in zip(values, order, strict=True)}
+    return torch.stack([rows[row] for row in range(len(rows))])
+
+
+def shuffle_groups(batch: dict[str, Any]) -> dict[str, Any]:
+    """
+    Shuffles the rows of a generation batch by group: rows with equal prompts stay together, and large groups come
+    first, so that a split into micro-batches cuts few of them.
+    """
+    groups, order = find_groups(
+        torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1),
+        torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1),
+        batch["completion_ids"].shape[1],
+    )
+    rows = iter(row for row, _ in order)
+    members = [[next(rows) for _ in group.response_ids] for group in groups]
+    shuffled = [members[i] for i in torch.randperm(len(members)).tolist()]
+    permutation = [row for group in sorted(shuffled, key=len, reverse=True) for row in group]
+
+    def permute(value):
+        if value is None or (isinstance(value, Tensor) and value.ndim == 0):
+            return value
+        return value[permutation] if isinstance(value, Tensor) else [value[i] for i in permutation]
+
+    return {key: permute(value) for key, value in batch.items()}
+
+
+def refuse_inexact(args, processing_class, train_dataset, kwargs: dict[str, Any]) -> None:
+    """Raises `ValueError` for what the parent would take, and this trainer could not run as the parent does."""
+    if not isinstance(args, LongStrawGRPOConfig):
+        raise ValueError(f"args is a {type(args).__name__}: pass a LongStrawGRPOConfig.")
+    if kwargs.get("peft_config") is not None:
+        raise ValueError("peft_config is not supported yet, adapters and prompt learning alike: train all parameters.")
+    if kwargs.get("quantization_config") is not None:
+        raise ValueError("quantization_config is not supported: load the model in float32 or bfloat16.")
+    if isinstance(processing_class, ProcessorMixin):
+        raise ValueError("image inputs are not supported: pass a tokenizer, not a processor, as processing_class.")
+    columns = set(getattr(train_dataset, "column_names", None) or ())
+    if images := columns & {"image", "images"}:
+        raise ValueError(f"image inputs are not supported: remove the column {sorted(images)[0]!r} from the data set.")
+    if args.neftune_noise_alpha is not None:
+        raise ValueError(
+            f"neftune_noise_alpha={args.neftune_noise_alpha} draws noise for each row, and a shared prompt has one: "
+            "leave it out."
+        )
+    if args.torch_compile:
+        raise ValueError("torch_compile=True is not supported: compile nothing, or wait for a later version.")
