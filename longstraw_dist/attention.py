@@ -57,6 +57,7 @@ def attention_forward(
     assert dropout == 0.0, "find_dropout() looks at every module that has one"
     assert is_causal, f"{type(module).__name__} is not causal"
     past = [t for block in prefix.past for t in block]
+    query = query.to(key.dtype)  # which the view has cast under autocast
     out = PrefixAttention.apply(query, key, value, prefix.lengths, sliding_window, scaling, *past)
     return out.transpose(1, 2), None
 
