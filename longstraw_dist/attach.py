@@ -33,16 +33,38 @@ SUPPORTED = ("llama", "mistral", "qwen3")
 @dataclass
 class LongStrawOutput(ModelOutput):
     """
+    One tensor carries the whole graph: ZeRO-3 runs a hook for each tensor of an output that a gradient reaches, and
+    the hooks must be as many on every rank, whatever its responses and its loss.
+
     Args:
-        logps (`list[torch.Tensor]`): float32 `[R_i]` for each response, group by group, in order; differentiable.
+        scores (`torch.Tensor`): float32 `[2, R_1 + R_2 + ...]`: log-probs, entropies.
+        lengths (`list[int]`): R_i of each response, group by group, in order.
+
+    Attributes:
+        logps (`list[torch.Tensor]`): float32 `[R_i]` for each response; differentiable.
         entropies (`list[torch.Tensor]`): the entropy of each of these distributions, same shapes; differentiable.
         anchor (`torch.Tensor`): a float32 zero, connected to every layer. A rank whose loss may be empty adds it, so
             that its backward makes the collectives that the other ranks' make.
     """
 
-    logps: list[Tensor] | None = None
-    entropies: list[Tensor] | None = None
-    anchor: Tensor | None = None
+    scores: Tensor
+    lengths: list[int] | None = None
+
+    @functools.cached_property
+    def logps(self) -> list[Tensor]:
+        return self._split(0)
+
+    @functools.cached_property
+    def entropies(self) -> list[Tensor]:
+        return self._split(1)
+
+    @functools.cached_property
+    def anchor(self) -> Tensor:
+        return self.scores[:, :0].sum()
+
+    def _split(self, kind: int) -> list[Tensor]:
+        """One tensor a response, of its own storage: a view would keep them all."""
+        return [t.clone() for t in self.scores[kind].split(self.lengths)] if self.lengths else []
 
 
 def attach(model: PreTrainedModel, config: LongStrawConfig | None = None) -> PreTrainedModel:
@@ -182,11 +204,10 @@ class Attachment:
         x_response = self._call(plan.norm, NormOperation, (rows(plan.norm),), (x_response,))
         graph = Graph()
         head = rows(plan.head, temperature=float(temperature))
-        anchor, *out = self._call(plan.head, HeadOperation, (head, graph), (x_response,))
+        scores = self._call(plan.head, HeadOperation, (head, graph), (x_response,))
         if recording:
             self.pending = weakref.ref(graph)
-        n = len(packed.rows)
-        return LongStrawOutput(logps=out[:n], entropies=out[n:], anchor=anchor)
+        return LongStrawOutput(scores=scores, lengths=[r.stop - r.start for r in packed.rows])
 
     def _call(self, module: nn.Module, operation: type[torch.autograd.Function], setting: tuple, hidden: tuple):
         """Calls the module, hooks and all, with `operation` in place of its forward."""

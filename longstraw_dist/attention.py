@@ -193,7 +193,8 @@ class FlashCPU:
 
 
 class FlashCUDA:
-    """torch's flash-attention 2 for CUDA: 16-bit, no mask, grouped queries."""
+    """torch's flash-attention 2 for CUDA: 16-bit, no mask, grouped queries, head sizes in steps of 8 up to 256. It
+    reads the log-sum-exp as if contiguous."""
 
     @staticmethod
     def forward(q, k, v, causal, mask, scale):
@@ -203,7 +204,7 @@ class FlashCUDA:
     def backward(g, q, k, v, o, lse, causal, mask, scale):
         none = torch.empty(0, dtype=torch.int64, device=q.device)
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            g, q, k, v, o, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, none, none, scale=scale
+            g, q, k, v, o, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, none, none, scale=scale
         )
 
 
@@ -254,6 +255,7 @@ def kernels(q: Tensor, mask: Tensor | None) -> Kernels:
         return FORCE
     if q.device.type == "cpu":
         return FlashCPU
-    if q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16) and mask is None:
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    if q.device.type == "cuda" and half and mask is None and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
         return FlashCUDA
     return Plain

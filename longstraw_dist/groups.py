@@ -75,6 +75,11 @@ class Packed:
     rows: list[slice]
     tokens_saved: int  # prompt tokens that a run row by row would forward again
 
+    @property
+    def returned(self) -> int:
+        """Response rows whose log-probs the caller gets: all but a dummy's."""
+        return self.rows[-1].stop if self.rows else 0
+
 
 def pack(groups: Sequence[PromptGroup], config: LongStrawConfig, device: torch.device) -> Packed:
     """Lays the groups out. Where no response has a token, one dummy response runs, so that this rank makes the module

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from .groups import Packed
 from .meter import Meter
@@ -67,11 +68,11 @@ class NormOperation(torch.autograd.Function):
 
 class HeadOperation(torch.autograd.Function):
     """
-    `apply(rows, graph, stock, x_1MH, *parameters) -> (anchor, logps..., entropies...)`
+    `apply(rows, graph, stock, x_1MH, *parameters) -> scores_2M`
 
-    `stock` maps hidden states to logits. `anchor` is a float32 zero; a log-prob and an entropy tensor, float32
-    `[R_i]`, for each response, each of its own storage (float64 for a float64 model). Costs: the head's matrix runs
-    twice forward and once backward. Kept for backward: `x`, and two numbers a row.
+    `stock` maps hidden states to logits. `scores` are log-probs and entropies, float32 (float64 for a float64 model),
+    without a dummy response's. Costs: the head's matrix runs twice forward and once backward. Kept for backward: `x`,
+    and two numbers a row.
     """
 
     @staticmethod
@@ -89,19 +90,17 @@ class HeadOperation(torch.autograd.Function):
                 del z, p
         logp, entropy, lse = torch.cat(logps), torch.cat(entropies), torch.cat(lses)
         ctx.save_for_backward(x, lse, entropy)
-        ctx.set_materialize_grads(False)
         rows.meter.keeps("hidden", [x])
-        outputs = [t[r].clone() for t in (logp, entropy) for r in rows.packed.rows]
-        return logp.new_zeros(()), *outputs
+        return torch.stack([logp, entropy])[:, : rows.packed.returned].clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, _, *grads: Tensor | None):
+    def backward(ctx, g: Tensor):
         ctx.graph.spent = True
         saved, lse, entropy = ctx.saved_tensors
         rows, packed = ctx.rows, ctx.rows.packed
-        n = len(packed.rows)
-        g_logp, g_entropy = (scatter(packed, lse, g) for g in (grads[:n], grads[n:]))
+        g_logp, g_entropy = functional.pad(g, (0, len(lse) - packed.returned))
+        bonus_wanted = bool(g_entropy.any())
         gx, gradients = torch.empty_like(saved), Gradients(rows.module.parameters())
         with ctx.autocast.restored(), torch.enable_grad():
             for c in rows.chunks(saved.shape[1]):
@@ -110,11 +109,10 @@ class HeadOperation(torch.autograd.Function):
                 with torch.no_grad():
                     d = scaled_logits(logits.detach(), rows.temperature).sub_(lse[c, None])  # log p, in place
                     bonus = None
-                    if g_entropy is not None:
+                    if bonus_wanted:
                         bonus = (d + entropy[c, None]).mul_(d.exp()).mul_(g_entropy[c, None])
-                    d.exp_().mul_(0 if g_logp is None else -g_logp[c, None])
-                    if g_logp is not None:
-                        d.scatter_add_(-1, packed.targets[c, None], g_logp[c, None])
+                    d.exp_().mul_(-g_logp[c, None])
+                    d.scatter_add_(-1, packed.targets[c, None], g_logp[c, None])
                     if bonus is not None:
                         d.sub_(bonus)
                     d.div_(rows.temperature)
@@ -127,14 +125,3 @@ def scaled_logits(logits: Tensor, temperature: float) -> Tensor:
     """`[1, C, V] -> [C, V]`, float32 or wider; in the logits' own memory where the dtype allows."""
     z = logits[0].to(torch.promote_types(logits.dtype, torch.float32))
     return z if temperature == 1.0 else z.div_(temperature)
-
-
-def scatter(packed: Packed, like: Tensor, grads: tuple[Tensor | None, ...]) -> Tensor | None:
-    """One gradient for all response rows, from those of the responses; `None` if there is none."""
-    if all(g is None for g in grads):
-        return None
-    flat = torch.zeros_like(like)
-    for rows, g in zip(packed.rows, grads, strict=True):
-        if g is not None:
-            flat[rows] = g
-    return flat

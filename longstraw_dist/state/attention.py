@@ -6,8 +6,6 @@ k, v    [1, K, T, D]  in the dtype of the layer's keys       written chunk by ch
 dk, dv  [1, K, T, D]  float32                                summed over replays and later chunks in backward
 """
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -58,9 +56,10 @@ class KeyValueState:
         self.gradients: list[Tensor] = []
 
     def open(self, segment: Segment, differentiable: bool = False, capture_only: bool = False) -> View:
-        if not segment.past:
+        span = self._span(segment)
+        if span.start == span.stop:
             return View([], segment.lengths, capture_only)
-        k, v = (t[:, :, self._span(segment)].detach().requires_grad_(differentiable) for t in self.buffers)
+        k, v = (t[:, :, span].detach().requires_grad_(differentiable) for t in self.buffers)
         return View([(k, v)], segment.lengths, capture_only)
 
     def write(self, segment: Segment, view: View) -> None:
@@ -75,8 +74,9 @@ class KeyValueState:
         dtype = self.buffers[0].dtype
         return [t[:, :, self._own(segment)].to(dtype) for t in self.gradients]
 
-    def accumulate(self, segment: Segment, gradients: Iterable[Tensor]) -> None:
-        for into, g in zip(self.gradients, gradients, strict=bool(segment.past)):
+    def accumulate(self, segment: Segment, gradients: list[Tensor]) -> None:
+        """Adds the gradient of what a segment read: of its view's leaves."""
+        for into, g in zip(self.gradients if gradients else [], gradients, strict=True):
             into[:, :, self._span(segment)] += g
 
     def kept(self) -> list[Tensor]:

@@ -1,0 +1,71 @@
+"""Prefix attention against one softmax over all keys, by autograd: forward and every gradient."""
+
+import pytest
+import torch
+
+from longstraw_dist import attention
+from longstraw_dist.attention import FlashCPU, Plain, PrefixAttention
+
+HEADS, KEY_HEADS, SIZE, SCALE = 4, 2, 8, 0.3
+
+
+def draw(*lengths: int, heads: int, generator: torch.Generator):
+    return [torch.randn(1, heads, n, SIZE, dtype=torch.float64, generator=generator).requires_grad_() for n in lengths]
+
+
+def one_softmax(q, k, v, lengths, window, past):
+    """Response by response, with the whole past and a mask, as float64 matrices."""
+    outputs = []
+    begin = 0
+    for n in lengths:
+        own = slice(begin, begin + n)
+        keys, values = (
+            torch.cat([*blocks, t[:, :, own]], 2).repeat_interleave(HEADS // KEY_HEADS, 1)
+            for blocks, t in ((past[::2], k), (past[1::2], v))
+        )
+        distance = torch.arange(keys.shape[2] - n, keys.shape[2])[:, None] - torch.arange(keys.shape[2])
+        hidden = (distance < 0) | (distance >= (window or 10**9))
+        scores = (SCALE * q[:, :, own] @ keys.mT).masked_fill(hidden, -torch.inf)
+        outputs.append(scores.softmax(-1) @ values)
+        begin += n
+    return torch.cat(outputs, 2)
+
+
+@pytest.mark.parametrize("kernels", [FlashCPU, Plain])
+@pytest.mark.parametrize("lengths", [(5,), (3, 3, 3), (4, 1, 2)])
+@pytest.mark.parametrize("blocks", [(), (7,), (4, 3)])
+@pytest.mark.parametrize("window", [None, 1, 2, 6, 9, 40])
+def test_against_one_softmax(kernels, lengths, blocks, window, monkeypatch):
+    if window is not None and len(blocks) > 1:
+        blocks = (sum(blocks),)  # a windowed past is one block
+    monkeypatch.setattr(attention, "FORCE", kernels)
+    generator = torch.Generator().manual_seed(0)
+    (q,) = draw(sum(lengths), heads=HEADS, generator=generator)
+    k, v, *past = draw(*[sum(lengths)] * 2, *[n for n in blocks for _ in "kv"], heads=KEY_HEADS, generator=generator)
+    expected = one_softmax(q, k, v, lengths, window, past)
+    g = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
+    reference = torch.autograd.grad(expected, [q, k, v, *past], g)
+
+    # as the layer operation hands it over: no more of the past than the window reads
+    seen = past if window is None else [t[:, :, max(0, t.shape[2] - (window - 1)) :] for t in past]
+    seen = [t for t in seen if t.shape[2]]
+    out = PrefixAttention.apply(q, k, v, lengths, window, SCALE, *seen)
+    torch.testing.assert_close(out, expected)
+    for ours, theirs in zip(torch.autograd.grad(out, [q, k, v, *past], g, allow_unused=True), reference, strict=True):
+        torch.testing.assert_close(torch.zeros_like(theirs) if ours is None else ours, theirs)
+
+
+def test_a_constant_past_gets_no_gradient():
+    generator = torch.Generator().manual_seed(0)
+    (q,) = draw(3, heads=HEADS, generator=generator)
+    k, v, past_k, past_v = draw(3, 3, 7, 7, heads=KEY_HEADS, generator=generator)
+    out = PrefixAttention.apply(q, k, v, (3,), None, SCALE, past_k.detach(), past_v.detach())
+    assert torch.autograd.grad(out.sum(), past_k, allow_unused=True) == (None,)
+
+
+def test_unknown_arguments_are_refused():
+    """What a model passes and this attention would ignore would be silently wrong (attention sinks: by 0.5)."""
+    with pytest.raises(AssertionError, match="s_aux"):
+        attention.attention_forward(
+            torch.nn.Identity(), *[torch.zeros(1, 1, 1, 1)] * 3, None, scaling=1.0, prefix=None, s_aux=torch.zeros(1)
+        )

@@ -1,0 +1,133 @@
+"""Each wrong call raises a ValueError that names the value, before the model runs; the next good call is right."""
+
+import math
+
+import pytest
+import torch
+import transformers
+from torch.nn.parallel import DistributedDataParallel
+
+from longstraw_dist import LongStrawConfig, PromptGroup, attach
+from longstraw_dist.attach import attachment_of
+
+from .models import ragged, tiny, weigh
+from .reference import gradients, relative, stock_rows
+
+IDS = torch.tensor([1, 2, 3])
+BAD_CALLS = {
+    "empty prompt": ([PromptGroup(IDS[:0], [IDS])], 1.0, r"prompt_groups\[0\].prompt_ids is empty"),
+    "id too large": ([PromptGroup(IDS, [IDS + 95])], 1.0, "token id 98 is outside the vocabulary of 97"),
+    "id negative": ([PromptGroup(IDS - 2, [IDS])], 1.0, "token id -1 is outside"),
+    "dtype": ([PromptGroup(IDS.float(), [IDS])], 1.0, r"prompt_ids is torch.float32 with shape \(3,\)"),
+    "int32": ([PromptGroup(IDS, [IDS.int()])], 1.0, r"response_ids\[0\] is torch.int32"),
+    "shape": ([PromptGroup(IDS[None], [IDS])], 1.0, r"shape \(1, 3\)"),
+    "device": ([PromptGroup(IDS, [IDS.to("meta")])], 1.0, "is on meta, the model on cpu"),
+    "list of ints": ([PromptGroup([1, 2], [IDS])], 1.0, "prompt_ids is a list"),
+    "one tensor of responses": ([PromptGroup(IDS, IDS)], 1.0, "response_ids is a Tensor"),
+    "no group": ([(IDS, [IDS])], 1.0, r"prompt_groups\[0\] is a tuple"),
+    "not a list": (PromptGroup(IDS, [IDS]), 1.0, "prompt_groups is a PromptGroup"),
+    "NaN temperature": ([PromptGroup(IDS, [IDS])], math.nan, "temperature=nan"),
+    "zero temperature": ([PromptGroup(IDS, [IDS])], 0.0, "temperature=0.0"),
+    "temperature as text": ([PromptGroup(IDS, [IDS])], "1", "temperature='1'"),
+}
+
+
+@pytest.fixture
+def model():
+    return attach(tiny("llama"))
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_bad_call(model, case):
+    groups, temperature, message = BAD_CALLS[case]
+    ran = []
+    model.model.embed_tokens.register_forward_hook(lambda *_: ran.append(1))
+    with pytest.raises(ValueError, match=message):
+        model(prompt_groups=groups, temperature=temperature)
+    assert not ran
+    check_good_call(model)
+
+
+def check_good_call(model):
+    model.zero_grad()
+    weigh(*stock_rows(model, ragged())).backward()
+    reference = gradients(model)
+    model.zero_grad()
+    out = model(prompt_groups=ragged())
+    weigh(out.logps, out.entropies).backward()
+    assert relative(gradients(model), reference) <= 1e-5
+
+
+def test_other_inputs_beside_prompt_groups(model):
+    with pytest.raises(ValueError, match="input_ids"):
+        model(prompt_groups=ragged(), input_ids=IDS[None])
+
+
+def test_second_call_before_backward(model):
+    first = model(prompt_groups=ragged())
+    with pytest.raises(ValueError, match="before the backward of the last one"):
+        model(prompt_groups=ragged())
+    with torch.no_grad():
+        model(prompt_groups=ragged())  # scoring in between is fine
+    weigh(first.logps, first.entropies).backward()
+    check_good_call(model)
+
+
+def test_a_call_whose_graph_was_dropped_does_not_count(model):
+    model(prompt_groups=ragged())
+    check_good_call(model)
+
+
+def test_attach_twice(model):
+    with pytest.raises(ValueError, match="attached already"):
+        attach(model)
+
+
+def test_not_attached():
+    with pytest.raises(ValueError, match="LlamaForCausalLM is not attached"):
+        attachment_of(tiny("llama"))
+
+
+def test_attach_after_wrapping():
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        with pytest.raises(ValueError, match="got a DistributedDataParallel"):
+            attach(DistributedDataParallel(tiny("llama")))
+        sharded = tiny("llama")
+        torch.distributed.fsdp.fully_shard(sharded)
+        with pytest.raises(ValueError, match="got a FSDPLlamaForCausalLM"):
+            attach(sharded)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_unsupported_type():
+    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9)
+    with pytest.raises(ValueError, match='model type "gpt2" is not supported'):
+        attach(transformers.GPT2LMHeadModel(config))
+    with pytest.raises(ValueError, match="got a Linear"):
+        attach(torch.nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="got a LlamaModel"):
+        attach(tiny("llama").model)
+
+
+def test_active_dropout():
+    with pytest.raises(ValueError, match=r"dropout 0\.1"):
+        attach(tiny("llama", attention_dropout=0.1))
+    model = attach(tiny("qwen3"))
+    model.model.layers[1].self_attn.attention_dropout = 0.2
+    with pytest.raises(ValueError, match=r"layers.1.self_attn has dropout 0.2"):
+        model(prompt_groups=ragged())
+    model.eval()
+    model(prompt_groups=ragged())  # inactive
+
+
+def test_rope_that_depends_on_the_call():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    with pytest.raises(ValueError, match="rope_type='dynamic'"):
+        attach(tiny("llama", rope_parameters=rope))
+
+
+def test_more_exact_layers_than_layers():
+    with pytest.raises(ValueError, match="prompt_grad='last:4' asks for more than the 3 layers"):
+        attach(tiny("llama"), LongStrawConfig(prompt_grad="last:4"))
