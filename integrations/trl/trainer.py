@@ -19,7 +19,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id, split_tensor_dict
 
 from longstraw_dist import attach
-from longstraw_dist.attach import attachment_of, is_attached
+from longstraw_dist.attach import Attachment, attachment_of, is_attached
 from longstraw_dist.groups import find_groups
 from longstraw_dist.meter import Phases, peak_bytes
 
@@ -64,6 +64,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
             args = LongStrawGRPOConfig(f"{name.split('/')[-1]}-GRPO")
         refuse_inexact(args, processing_class, train_dataset, kwargs)
         self.phases = Phases()
+        self._reference: Attachment | None = None
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         if self._is_vlm:
             raise ValueError("image inputs are not supported: pass a tokenizer, not a processor, as processing_class.")
@@ -72,6 +73,9 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         if not is_attached(self.model):
             attach(self.model, args.longstraw())
         self._attachment = attachment_of(self.model)
+        if args.cast_lm_head_to_fp32:
+            for attachment in filter(None, (self._attachment, self._reference)):
+                keep_out_of_autocast(attachment.blueprint.head)
         logger.info(
             f"longstraw-dist: prompt_grad={args.prompt_grad}, exact in {self._attachment.exact_layers} of "
             f"{len(self._attachment.blueprint.layers)} layers"
@@ -84,7 +88,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
     @ref_model.setter
     def ref_model(self, model):
         if isinstance(model, PreTrainedModel) and not is_attached(model):
-            attach(model, self.args.longstraw())
+            self._reference = attachment_of(attach(model, self.args.longstraw()))
         self._ref_model = model
 
     def create_accelerator_and_postprocess(self):
@@ -173,6 +177,17 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         metrics["prompt_grad_layers"] = self._attachment.exact_layers
         for name, value in metrics.items():
             self._metrics["train"][f"longstraw/{name}"].append(value)
+
+
+def keep_out_of_autocast(head: torch.nn.Module) -> None:
+    """The parent casts the head to float32, and leaves autocast where it calls it. Here the layers' caller calls it."""
+    cast_forward = head.forward
+
+    def forward(hidden_states: Tensor) -> Tensor:
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            return cast_forward(hidden_states)
+
+    head.forward = forward  # type: ignore[method-assign]
 
 
 def pad_rows(values: list[Tensor], order: list[tuple[int, int]], width: int) -> Tensor:
