@@ -141,6 +141,9 @@ def two_ranks(monkeypatch):
 def test_processes_that_train_apart_are_refused(two_ranks):
     with pytest.raises(RuntimeError, match="train apart"):
         train_grpo.check_sharding(zero3_linear(1024), accelerator(1))
+    # What accelerate makes of an FSDP2 file on a CPU: it counts two processes, and synchronizes nothing.
+    with pytest.raises(RuntimeError, match="distributed type NO"):
+        train_grpo.check_sharding(torch.nn.Linear(2, 2), accelerator(2, "NO"))
 
 
 def test_processes_without_a_group_are_refused(monkeypatch):
@@ -152,7 +155,6 @@ def test_processes_without_a_group_are_refused(monkeypatch):
 def test_whole_parameters_are_refused(two_ranks):
     with pytest.raises(RuntimeError, match="first weight, lie whole on each"):
         train_grpo.check_sharding(zero3_linear(2048), accelerator(2))
-    # What accelerate makes of an FSDP2 file on a CPU: plain parameters.
     with pytest.raises(RuntimeError, match="first weight, lie whole on each"):
         train_grpo.check_sharding(zero3_linear(2048), accelerator(2, "FSDP"))
 
@@ -225,7 +227,8 @@ def test_deepspeed_files_clip_and_hold_a_layer(name):
     config = json.loads((REPO / launch["deepspeed_config"]["deepspeed_config_file"]).read_text())
     assert config["gradient_clipping"] == "auto"
     assert config["zero_optimization"]["stage"] == 3
-    assert config["zero_optimization"]["reduce_bucket_size"] >= 5e7
+    # The largest module of the quickstart's model, its embedding, has 2.83e7 elements.
+    assert config["zero_optimization"]["reduce_bucket_size"] >= 3e7
 
 
 @pytest.mark.slow

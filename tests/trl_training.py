@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -189,10 +190,10 @@ def train(cls: type, folder: Path, **options) -> Run:
     run = Run(trainer)
     trainer.run = run
     trainer.add_callback(KeepGradients(run))
-    before = {n: p.detach().float().clone() for n, p in load_policy(folder).named_parameters()}
+    before = load_file(folder / "policy" / "model.safetensors")  # ZeRO-3 would partition a loaded model
     with one_shuffle():
         trainer.train()
-    run.update = {n: w - before[n] for n, w in weights_of(trainer).items()}
+    run.update = {n: w - before[n].float() for n, w in weights_of(trainer).items()}
     return run
 
 

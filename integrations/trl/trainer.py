@@ -180,7 +180,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
 
 
 def keep_out_of_autocast(head: torch.nn.Module) -> None:
-    """The parent casts the head to float32, and leaves autocast where it calls it. Here the layers' caller calls it."""
+    """The parent casts the head to float32, and calls it outside of autocast."""
     cast_forward = head.forward
 
     def forward(hidden_states: Tensor) -> Tensor:
