@@ -65,7 +65,8 @@ COLLECTIVES = {
 def count_collectives() -> Iterator[Counter]:
     """Counts, by kind, the collectives that this rank starts on any process group while the context is open."""
     counts: Counter = Counter()
-    before = {name: getattr(dist.ProcessGroup, name) for names in COLLECTIVES.values() for name in names}
+    # from the class's own dict: `getattr` hands out the bare function, which would no longer bind once it is put back
+    before = {name: vars(dist.ProcessGroup)[name] for names in COLLECTIVES.values() for name in names}
 
     def counted(kind: str, method):
         def call(*args, **kwargs):
@@ -76,7 +77,7 @@ def count_collectives() -> Iterator[Counter]:
 
     for kind, names in COLLECTIVES.items():
         for name in names:
-            setattr(dist.ProcessGroup, name, counted(kind, before[name]))
+            setattr(dist.ProcessGroup, name, counted(kind, getattr(dist.ProcessGroup, name)))
     try:
         yield counts
     finally:
