@@ -1,7 +1,7 @@
 """longstraw-dist: exact shared-prompt RL post-training over DeepSpeed ZeRO-3 and FSDP2."""
 
-from .attach import LongStrawOutput, attach
+from .attach import LongStrawOutput, attach, recover
 from .config import LongStrawConfig
 from .groups import PromptGroup
 
-__all__ = ["LongStrawConfig", "LongStrawOutput", "PromptGroup", "attach"]
+__all__ = ["LongStrawConfig", "LongStrawOutput", "PromptGroup", "attach", "recover"]

@@ -24,10 +24,11 @@ from .config import LongStrawConfig, exact_layers
 from .groups import PromptGroup, find_fault, pack
 from .head import Graph, HeadOperation, NormOperation, Rows
 from .meter import Meter
-from .replay import Layer, LayerOperation
+from .replay import Layer, LayerOperation, Progress
 from .storage import offload_to_host
 
 SUPPORTED = ("llama", "mistral", "qwen3")
+ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 
 @dataclass
@@ -121,6 +122,19 @@ def attach(model: PreTrainedModel, config: LongStrawConfig | None = None) -> Pre
     return model
 
 
+def recover(model: PreTrainedModel) -> None:
+    """
+    After an exception in the middle of a step whose note says so: makes the next step possible.
+
+    Under FSDP2 it drops all gradients and gathered parameters, on every rank. It does nothing where nothing is left
+    behind (no engine; an exception in a forward under FSDP2 or DDP).
+
+    Raises:
+        `ValueError`: if the engine cannot be put back and must be rebuilt, saying why.
+    """
+    attachment_of(model).recover()
+
+
 def is_attached(model: nn.Module) -> bool:
     return "_longstraw" in vars(model)
 
@@ -140,7 +154,9 @@ class Attachment:
         self.blueprint = Blueprint(model)
         self.meter = Meter()
         self.pending: Callable[[], Graph | None] = lambda: None  # the graph of the last call, while it lives
-        self.broken: str | None = None  # why the engine must be rebuilt
+        self.engine = "none"  # that called last
+        self.progress = Progress()  # of the last call's backward
+        self.failed: str | None = None  # "forward" or "backward", if the last one ended in the middle and it matters
 
     @property
     def exact_layers(self) -> int:
@@ -154,13 +170,41 @@ class Attachment:
         fault = wrapping.agree(fault, recording, device)
         if fault is not None:
             raise ValueError(fault)
-        return self._run(groups, temperature, recording, device)
+        self.engine = wrapping.engine_of(self.model)
+        with self._guard("forward") if recording else contextlib.nullcontext():
+            return self._run(groups, temperature, recording, device)
+
+    @contextlib.contextmanager
+    def _guard(self, phase: str) -> Iterator[None]:
+        """Adds to an exception what it leaves behind in the engine, and refuses the next step until that is mended."""
+        try:
+            yield
+        except BaseException as error:
+            if self._left_behind(phase):
+                error.add_note(f"longstraw-dist: {wrapping.AFTER_FAILURE[self.engine, phase]}")
+            raise
+
+    def _left_behind(self, phase: str) -> bool:
+        """Notes that a phase ended in the middle. Whether the engine minds."""
+        self.progress = Progress()
+        if (self.engine, phase) in wrapping.AFTER_FAILURE:
+            self.failed = phase
+        return self.failed is not None
+
+    def recover(self) -> None:
+        if self.failed is not None:
+            wrapping.recover(self.model, self.engine, self.failed)
+            self.failed = None
 
     def _find_fault(self, groups, temperature, unknown, recording, device) -> str | None:
         if unknown:
             return f"prompt_groups takes no other input beside temperature, but got {unknown[0]!r}."
-        if recording and (self.broken or self._has_pending_graph()):
-            return self.broken or (
+        if recording and self.progress.begun and not self.progress.ended:
+            self._left_behind("backward")  # outside of the operations, in an engine's hook for one
+        if recording and self.failed is not None:
+            return f"the last {self.failed} ended in the middle. {wrapping.AFTER_FAILURE[self.engine, self.failed]}"
+        if recording and self._has_pending_graph():
+            return (
                 "a call with prompt_groups came before the backward of the last one: engines reduce one backward a "
                 "forward, so pass all groups of a micro-batch in one call (or score under torch.no_grad())."
             )
@@ -170,13 +214,10 @@ class Attachment:
         return wrapping.find_fault(self.model, self.blueprint) or find_fault(groups, temperature, vocabulary, device)
 
     def _has_pending_graph(self) -> bool:
-        graph = self.pending()
-        if graph is None or graph.spent:
+        if self.progress.begun or self.pending() is None:
             return False
-        del graph
         gc.collect()  # a graph that only a cycle keeps alive will see no backward
-        graph = self.pending()
-        return graph is not None and not graph.spent
+        return self.pending() is not None
 
     def _run(self, groups, temperature, recording: bool, device: torch.device) -> LongStrawOutput:
         plan, config = self.blueprint, self.config
@@ -191,6 +232,7 @@ class Attachment:
                 plan.describe(segment, x_response)
         if recording and not embedded.requires_grad:  # ZeRO-3's layer hooks fire on the gradient of a layer's input
             x_response.requires_grad_()
+        guard, progress = functools.partial(self._guard, "backward"), Progress()
         first_exact = len(plan.layers) - self.exact_layers
         if first_exact > 0:
             x_prompt = x_prompt.detach()
@@ -198,15 +240,16 @@ class Attachment:
 
         for i, module in enumerate(plan.layers):
             last = i == len(plan.layers) - 1
-            layer = Layer(module, i, plan.config, packed, self.windows[i], i >= first_exact, last, self.meter)
+            exact = i >= first_exact
+            layer = Layer(module, i, plan.config, packed, self.windows[i], exact, last, self.meter, guard, progress)
             x_prompt, x_response = self._call(module, LayerOperation, (layer,), (x_prompt, x_response))
-        rows = functools.partial(Rows, packed=packed, chunk_size=config.head_chunk_size, meter=self.meter)
+        rows = functools.partial(Rows, packed=packed, chunk_size=config.head_chunk_size, meter=self.meter, guard=guard)
         x_response = self._call(plan.norm, NormOperation, (rows(plan.norm),), (x_response,))
-        graph = Graph()
+        graph = Graph(progress)
         head = rows(plan.head, temperature=float(temperature))
         scores = self._call(plan.head, HeadOperation, (head, graph), (x_response,))
         if recording:
-            self.pending = weakref.ref(graph)
+            self.pending, self.progress = weakref.ref(graph), progress
         return LongStrawOutput(scores=scores, lengths=[r.stop - r.start for r in packed.rows])
 
     def _call(self, module: nn.Module, operation: type[torch.autograd.Function], setting: tuple, hidden: tuple):
@@ -265,5 +308,10 @@ def refuse_inexact(model: PreTrainedModel) -> None:
         )
     if getattr(model, "peft_config", None) or any("lora_" in name for name, _ in model.named_parameters()):
         raise ValueError("PEFT adapters are not supported yet: train all parameters, or merge the adapter first.")
+    if model.config._attn_implementation not in ATTENTIONS:
+        raise ValueError(
+            f"attn_implementation={model.config._attn_implementation!r} may be another function than the softmax "
+            f"attention that runs in its place: choose one of {', '.join(ATTENTIONS)}."
+        )
     if getattr(model, "is_quantized", False):
         raise ValueError("a quantized model is not supported: load it in float32, bfloat16 or float16.")

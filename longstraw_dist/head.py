@@ -11,6 +11,7 @@ there, and their gradient is written in their place.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn import functional
 
 from .groups import Packed
 from .meter import Meter
-from .replay import Autocast, Gradients
+from .replay import Autocast, Gradients, Progress
 
 
 @dataclass
@@ -30,16 +31,18 @@ class Rows:
     packed: Packed
     chunk_size: int
     meter: Meter
+    guard: Callable[[], AbstractContextManager]
     temperature: float = 1.0
 
     def chunks(self, tokens: int) -> list[slice]:
         return [slice(b, min(b + self.chunk_size, tokens)) for b in range(0, tokens, self.chunk_size)]
 
 
+@dataclass
 class Graph:
-    """Stands for the graph of one call; lives as long as the graph does. `spent` once its backward has begun."""
+    """Stands for the graph of one call: lives as long as that does."""
 
-    spent = False
+    progress: Progress
 
 
 class NormOperation(torch.autograd.Function):
@@ -59,7 +62,7 @@ class NormOperation(torch.autograd.Function):
     def backward(ctx, g: Tensor):
         (saved,) = ctx.saved_tensors
         gx, gradients = torch.empty_like(saved), Gradients(ctx.rows.module.parameters())
-        with ctx.autocast.restored(), torch.enable_grad():
+        with ctx.rows.guard(), ctx.autocast.restored(), torch.enable_grad():
             for c in ctx.rows.chunks(saved.shape[1]):
                 x = saved[:, c].detach().requires_grad_()
                 gx[:, c] = gradients.vjp([ctx.rows.module.forward(x)], [g[:, c]], [x])[0]
@@ -96,13 +99,13 @@ class HeadOperation(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g: Tensor):
-        ctx.graph.spent = True
+        ctx.graph.progress.begun = True
         saved, lse, entropy = ctx.saved_tensors
         rows, packed = ctx.rows, ctx.rows.packed
         g_logp, g_entropy = functional.pad(g, (0, len(lse) - packed.returned))
         bonus_wanted = bool(g_entropy.any())
         gx, gradients = torch.empty_like(saved), Gradients(rows.module.parameters())
-        with ctx.autocast.restored(), torch.enable_grad():
+        with rows.guard(), ctx.autocast.restored(), torch.enable_grad():
             for c in rows.chunks(saved.shape[1]):
                 x = saved[:, c].detach().requires_grad_()
                 logits = rows.module.forward(x)

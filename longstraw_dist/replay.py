@@ -18,6 +18,7 @@ taking the graph apart is LongStraw's (arXiv 2607.14952, section 3); the prompt'
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,14 @@ from .attention import prefix_attention
 from .groups import Packed, Segment
 from .meter import Meter
 from .state import Captured, KeyValueState, View
+
+
+@dataclass
+class Progress:
+    """How far the backward of one call has come: the head's operation begins it, the first layer's ends it."""
+
+    begun: bool = False
+    ended: bool = False
 
 
 @dataclass
@@ -42,6 +51,8 @@ class Layer:
     exact: bool  # whether the gradient reaches the prompt here
     last: bool  # nothing reads the prompt's output of the last layer
     meter: Meter
+    guard: Callable[[], AbstractContextManager]  # around backward: notes what an exception leaves behind
+    progress: Progress
 
 
 class LayerOperation(torch.autograd.Function):
@@ -96,7 +107,7 @@ class LayerOperation(torch.autograd.Function):
             g_response = torch.zeros_like(x_response)
         gx_response, gx_prompt = torch.empty_like(x_response), torch.empty_like(x_prompt)
         gradients = Gradients(layer.module.parameters())
-        with no_checkpointing(layer.module), ctx.autocast.restored(), torch.enable_grad():
+        with layer.guard(), no_checkpointing(layer.module), ctx.autocast.restored(), torch.enable_grad():
             for group, state, count in zip(layer.packed.groups, ctx.states, ctx.counts, strict=True):
                 state.load([next(kept) for _ in range(count)], differentiable=exact)
                 for replay in group.replays:
@@ -118,6 +129,7 @@ class LayerOperation(torch.autograd.Function):
                     gx_prompt[:, chunk.rows] = gx
                     state.accumulate(chunk, g_past)
                 state.clear()
+        layer.progress.ended |= layer.index == 0
         return None, None, gx_prompt if exact else None, gx_response, *gradients.sums()
 
 

@@ -41,7 +41,7 @@ def find_fault(model: nn.Module, blueprint: Blueprint) -> str | None:
     """What is wrong with how the model is wrapped, or `None`. The same on every rank; costs no collective."""
     for i, layer in enumerate(blueprint.layers):
         for p in layer.parameters():
-            if is_zero3(p) and not hasattr(p, "ds_z3_leaf_module"):
+            if is_zero3(p) and "ds_z3_leaf_module" not in vars(p):
                 return (
                     f"layer {i} is no ZeRO-3 leaf module, so ZeRO-3 would gather it in pieces: import deepspeed "
                     f'before attach(), or set "leaf_module": {{"classes": ["{type(layer).__name__}"]}} under '
@@ -60,7 +60,7 @@ def find_fault(model: nn.Module, blueprint: Blueprint) -> str | None:
 
 
 def is_zero3(p: Tensor) -> bool:
-    return hasattr(p, "ds_id")
+    return "ds_id" in vars(p)
 
 
 def is_partitioned(p: Tensor) -> bool:
@@ -68,6 +68,40 @@ def is_partitioned(p: Tensor) -> bool:
     if is_zero3(p):
         return p.ds_tensor.numel() < p.ds_numel  # type: ignore[attr-defined]
     return isinstance(p, DTensor) and p.to_local().numel() < p.numel()
+
+
+def engine_of(model: nn.Module) -> str:
+    """Which engine calls the model, while it does: `"DeepSpeed"`, `"FSDP2"`, `"DDP"` or `"none"`."""
+    if isinstance(model, FSDPModule):
+        return "FSDP2"
+    if any({"ds_id", "_hp_mapping"} & vars(p).keys() for p in model.parameters()):
+        return "DeepSpeed"
+    active = DistributedDataParallel._active_ddp_module
+    return "DDP" if active is not None and active.module is model else "none"
+
+
+# What each engine keeps of a forward or a backward that an exception ended in the middle, and what to do about it.
+AFTER_FAILURE = {
+    ("FSDP2", "backward"): "FSDP2 still holds gathered parameters and part of a gradient. Call recover(model), which "
+    "drops all gradients, and begin the accumulation window again.",
+    ("DDP", "backward"): "DistributedDataParallel still waits for the gradients that this backward did not reach: "
+    "wrap the model again.",
+    ("DeepSpeed", "forward"): "DeepSpeed has counted this forward as a micro-batch, so that a window of "
+    "gradient_accumulation_steps > 1 would end with a wrong gradient. Rebuild the engine, or call recover(model) if "
+    "the window began with this forward.",
+    ("DeepSpeed", "backward"): "DeepSpeed still holds part of this backward's gradient, and can neither finish nor "
+    "drop it. Rebuild the engine (deepspeed.initialize) from the last checkpoint.",
+}
+
+
+def recover(model: nn.Module, engine: str, phase: str) -> None:
+    """Puts the engine back, or raises `ValueError` where that cannot be done."""
+    if isinstance(model, FSDPModule):
+        model.zero_grad()  # of the gathered parameters, and below of the shards
+        model.reset_iter_state()
+        model.zero_grad()
+    elif (engine, phase) != ("DeepSpeed", "forward"):
+        raise ValueError(AFTER_FAILURE[engine, phase])
 
 
 def agree(fault: str | None, recording: bool, device: torch.device) -> str | None:

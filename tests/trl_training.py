@@ -1,7 +1,7 @@
-"""Trains with TRL's GRPOTrainer, or with ours, and keeps what the two are compared by: `train(GRPOTrainer, folder, ...)`.
+"""Trains with TRL's GRPOTrainer or with ours, and keeps what they are compared by: `train(GRPOTrainer, folder, ...)`.
 
-The same rows reach both: the same shuffle, and either TRL's own generation or completions that depend on nothing but a
-row's place in the global batch. The reference model is another one than the policy at its start, so the KL term counts.
+The same rows reach both: the same shuffle, and either TRL's own generation or completions that depend on nothing but
+a row's place in the global batch. The reference model is not the policy at its start, so that the KL term counts.
 """
 
 import contextlib
@@ -166,7 +166,7 @@ def one_shuffle() -> Iterator[None]:
 
 
 def scripted_rollouts(width: int = 6):
-    """A `rollout_func` whose completions depend on a row's place in the global batch alone, not on who generates it."""
+    """A `rollout_func` whose completions depend on a row's place in the global batch, not on who generates it."""
     calls = 0
 
     def rollout(batch: list[str], trainer) -> dict[str, list]:

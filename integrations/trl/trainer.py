@@ -62,7 +62,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = LongStrawGRPOConfig(f"{name.split('/')[-1]}-GRPO")
-        refuse_inexact(args, processing_class, train_dataset, kwargs)
+        refuse_inexact(args, processing_class, train_dataset, eval_dataset, kwargs)
         self.phases = Phases()
         self._reference: Attachment | None = None
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
@@ -119,8 +119,8 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         **multimodal,
     ) -> tuple[Tensor, Tensor | None, None]:
         """Compute log-probs and (optionally) entropies, zero on padding."""
-        given = [name for name, value in multimodal.items() if value is not None]
-        assert not given, f"image inputs are refused at construction, but got {given}"
+        if given := [name for name, value in multimodal.items() if value is not None]:  # from a stream without columns
+            raise ValueError(f"image inputs are not supported: the data set gave {given[0]}.")
         assert not compute_aux_loss, "refused at construction"
         logps: list[Tensor] = []
         entropies: list[Tensor] = []
@@ -219,7 +219,7 @@ def shuffle_groups(batch: dict[str, Any]) -> dict[str, Any]:
     return {key: permute(value) for key, value in batch.items()}
 
 
-def refuse_inexact(args, processing_class, train_dataset, kwargs: dict[str, Any]) -> None:
+def refuse_inexact(args, processing_class, train_dataset, eval_dataset, kwargs: dict[str, Any]) -> None:
     """Raises `ValueError` for what the parent would take, and this trainer could not run as the parent does."""
     if not isinstance(args, LongStrawGRPOConfig):
         raise ValueError(f"args is a {type(args).__name__}: pass a LongStrawGRPOConfig.")
@@ -229,9 +229,10 @@ def refuse_inexact(args, processing_class, train_dataset, kwargs: dict[str, Any]
         raise ValueError("quantization_config is not supported: load the model in float32 or bfloat16.")
     if isinstance(processing_class, ProcessorMixin):
         raise ValueError("image inputs are not supported: pass a tokenizer, not a processor, as processing_class.")
-    columns = set(getattr(train_dataset, "column_names", None) or ())
-    if images := columns & {"image", "images"}:
-        raise ValueError(f"image inputs are not supported: remove the column {sorted(images)[0]!r} from the data set.")
+    for dataset in (train_dataset, *(eval_dataset.values() if isinstance(eval_dataset, dict) else (eval_dataset,))):
+        columns = set(getattr(dataset, "column_names", None) or ())
+        if images := columns & {"image", "images"}:
+            raise ValueError(f"image inputs are not supported: drop the column {sorted(images)[0]!r} of the data set.")
     if args.neftune_noise_alpha is not None:
         raise ValueError(
             f"neftune_noise_alpha={args.neftune_noise_alpha} draws noise for each row, and a shared prompt has one: "

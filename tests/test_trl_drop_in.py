@@ -1,0 +1,315 @@
+"""A TRL script with the two class names changed: construction, rollouts, evaluation, metrics, checkpoints, data."""
+
+import math
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, training_args
+from trl import GRPOTrainer, TrlParser
+
+from longstraw_dist.attach import is_attached
+from longstraw_dist.groups import find_groups
+from longstraw_dist.integrations.trl import LongStrawGRPOConfig, LongStrawGRPOTrainer
+from longstraw_dist.integrations.trl.trainer import shuffle_groups
+
+from .reference import relative
+from .trl_fixtures import prompts, reward, tokenizer
+from .trl_training import CONFIGS, OPTIONS, make, norm, one_shuffle, save_models, scripted_rollouts, train, weights_of
+
+BOTH = (GRPOTrainer, LongStrawGRPOTrainer)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_models(tmp_path_factory.mktemp("drop_in"), "qwen3")
+
+
+def config(cls, tmp_path, **options):
+    return CONFIGS[cls](**{**OPTIONS, "output_dir": str(tmp_path / "out"), **options})
+
+
+def test_positional_arguments_and_a_path(folder, tmp_path):
+    """The tokenizer too comes from the folder."""
+    losses = []
+    for cls in BOTH:
+        args = config(cls, tmp_path, max_steps=1, model_init_kwargs={"dtype": "float32"})
+        trainer = cls(str(folder / "policy"), [reward], args, prompts(), prompts(4))
+        with one_shuffle():
+            losses.append(trainer.train().training_loss)
+    assert math.isclose(*losses, rel_tol=1e-4)
+
+
+def test_keyword_arguments(folder, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = LongStrawGRPOTrainer(
+        model=model,
+        reward_funcs=[reward, reward],
+        args=config(LongStrawGRPOTrainer, tmp_path, reward_weights=[0.25, 0.75]),
+        train_dataset=prompts(),
+        eval_dataset={"a": prompts(4), "b": prompts(4)},
+        processing_class=tokenizer(),
+        reward_processing_classes=None,
+        callbacks=[],
+        optimizers=(optimizer, None),
+        quantization_config=None,
+        peft_config=None,
+        tools=None,
+        rollout_func=scripted_rollouts(),
+        environment_factory=None,
+    )
+    trainer.train()
+    assert trainer.optimizer.optimizer is optimizer
+
+
+def test_no_arguments(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(training_args, "is_torch_bf16_gpu_available", lambda: True)  # TRL's default is bf16 on a GPU
+    trainer = LongStrawGRPOTrainer(str(folder / "policy"), reward, train_dataset=prompts())
+    stock = GRPOTrainer(str(folder / "policy"), reward, train_dataset=prompts())
+    assert isinstance(trainer.args, LongStrawGRPOConfig)
+    for name, value in stock.args.to_dict().items():
+        assert trainer.args.to_dict()[name] == value, name
+
+
+def test_command_line(tmp_path):
+    (args,) = TrlParser((LongStrawGRPOConfig,)).parse_args_and_config(
+        f"--output_dir {tmp_path} --use_cpu --prompt_grad last:2 --prompt_chunk_size 64 --responses_per_replay 3 "
+        "--head_chunk_size 32 --offload hidden".split()
+    )
+    engine = args.longstraw()
+    assert (engine.prompt_grad, engine.prompt_chunk_size, engine.responses_per_replay) == ("last:2", 64, 3)
+    assert (engine.head_chunk_size, engine.offload) == (32, "hidden")
+    assert LongStrawGRPOConfig(str(tmp_path), use_cpu=True).longstraw() == type(engine)()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"cache_implementation": "static"},
+        pytest.param({"use_transformers_continuous_batching": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_rollouts_are_those_of_stock(folder, options):
+    """Generation is the model's own: the same completions at the same seed, token for token."""
+    rollouts = []
+    for cls in BOTH:
+        trainer = make(cls, folder, **options)
+        trainer.model.train()
+        torch.manual_seed(7)
+        rollouts.append(trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader()))))
+    assert rollouts[0].keys() == rollouts[1].keys()
+    for name, theirs in rollouts[0].items():
+        exact = "logps" not in name
+        torch.testing.assert_close(rollouts[1][name], theirs, rtol=0, atol=0 if exact else 1e-5)
+    assert rollouts[0]["old_per_token_logps"].abs().max() > 1, "num_iterations=2 scores the old policy"
+
+
+def test_metrics_while_training(folder):
+    """Every number that stock logs, and longstraw/*. Clipping is on: the norm is that before it."""
+    logs = []
+    for cls in BOTH:
+        run = train(cls, folder, beta=0.04, max_grad_norm=0.5, entropy_coef=0.01, dataset=prompts(), logging_steps=1)
+        logs.append(run.trainer.state.log_history)
+    for theirs, ours in zip(*(log[:-1] for log in logs), strict=True):
+        assert {name for name in ours if not name.startswith("longstraw/")} == set(theirs)
+        for name in set(theirs) - {"step_time"}:
+            assert math.isclose(ours[name], theirs[name], rel_tol=1e-4, abs_tol=1e-4), name
+        assert theirs["grad_norm"] > 0.5
+        for name in ("prompt_tokens_captured", "prompt_tokens_saved", "hidden_bytes", "state_bytes", "peak_bytes"):
+            assert ours[f"longstraw/{name}"] > 0
+        assert ours["longstraw/prompt_grad_layers"] == 3
+        assert ours["longstraw/all_gathers"] == 0
+        assert all(ours[f"longstraw/seconds/{phase}"] > 0 for phase in ("rollout", "forward", "backward"))
+    captured = [log["longstraw/prompt_tokens_captured"] for log in logs[1][:-1]]
+    saved = [log["longstraw/prompt_tokens_saved"] for log in logs[1][:-1]]
+    assert saved[1] == 3 * captured[1], "groups of four that stay together: three of four prompts saved"
+
+
+@pytest.mark.parametrize("num_generations_eval", [None, 2])
+def test_evaluation(folder, num_generations_eval):
+    metrics = []
+    for cls in BOTH:
+        trainer = make(
+            cls,
+            folder,
+            beta=0.04,
+            per_device_eval_batch_size=4,
+            num_generations_eval=num_generations_eval,
+            arguments={"eval_dataset": prompts(6), "rollout_func": scripted_rollouts()},
+        )
+        metrics.append(trainer.evaluate())
+        trainer.train()
+        metrics.append(trainer.evaluate())
+    for theirs, ours in zip(metrics[:2], metrics[2:], strict=True):
+        assert theirs.keys() == ours.keys()
+    names = [n for n in metrics[0] if not n.endswith(("runtime", "_per_second"))]
+    assert {"eval_loss", "eval_kl", "eval_entropy", "eval_rewards/reward/mean"} <= set(names)
+    for name in names:
+        assert math.isclose(metrics[2][name], metrics[0][name], rel_tol=1e-4, abs_tol=1e-4), name
+
+
+def test_evaluation_while_training(folder):
+    """Between the micro-batches' steps; what follows is as without it."""
+    arguments = {"rollout_func": scripted_rollouts(), "eval_dataset": prompts(4)}
+    options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+    run = train(LongStrawGRPOTrainer, folder, arguments=arguments, **options)
+    assert sum("eval_loss" in log for log in run.trainer.state.log_history) == 3
+    assert all(torch.isfinite(w).all() for w in run.update.values())
+
+
+def test_resume(folder, tmp_path):
+    """Four steps, and two plus two from the checkpoint: the same weights."""
+    options = {"num_iterations": 1, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "beta": 0.04}
+    whole = make(LongStrawGRPOTrainer, folder, output_dir=str(tmp_path), **options)
+    whole.train()
+    again = make(LongStrawGRPOTrainer, folder, output_dir=str(tmp_path), **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert again.state.global_step == 4
+    start = make(LongStrawGRPOTrainer, folder)
+    for name, weight in weights_of(whole).items():
+        assert torch.equal(weights_of(again)[name], weight), name
+        assert not torch.equal(weights_of(start)[name], weight), name
+
+
+def test_saved_model_is_an_ordinary_one(folder, tmp_path):
+    run = train(LongStrawGRPOTrainer, folder, max_steps=1)
+    run.trainer.save_model(str(tmp_path / "saved"))
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert not is_attached(loaded)
+    assert loaded.config._attn_implementation == "sdpa"
+    for name, weight in weights_of(run.trainer).items():
+        assert torch.equal(loaded.state_dict()[name], weight), name
+    ids = torch.arange(5)[None]
+    torch.testing.assert_close(loaded(ids).logits, run.trainer.model.eval()(ids).logits)
+
+
+def test_prompts_of_a_stream(folder):
+    stream = prompts().to_iterable_dataset()
+    ours, theirs = (train(cls, folder, dataset=stream) for cls in (LongStrawGRPOTrainer, GRPOTrainer))
+    assert torch.equal(ours.column("prompt_ids"), theirs.column("prompt_ids"))
+    for name, change in theirs.update.items():
+        torch.testing.assert_close(ours.update[name], change, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"steps_per_generation": 4},  # more than the accumulation: the old policy is scored
+        {"steps_per_generation": 1},  # fewer
+        {"generation_batch_size": 24, "num_iterations": 3},
+        {"num_generations": 8, "steps_per_generation": 4},  # a group spans two micro-batches
+        {"per_device_train_batch_size": 3, "num_generations": 3, "gradient_accumulation_steps": 3},
+        {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 3},  # a short last window
+        {"pad_to_multiple_of": 16},
+        {"mask_truncated_completions": True},
+        {"loss_type": "dapo", "steps_per_generation": 4, "num_iterations": 1},
+        {"loss_type": "bnpo", "importance_sampling_level": "sequence", "beta": 0.04},
+        {"use_adaptive_entropy": True, "entropy_target": 3.0},
+        {"top_entropy_quantile": 0.37, "off_policy_mask_threshold": 0.1},  # 0.3 falls between two equal entropies
+        {"sync_ref_model": True, "ref_model_sync_steps": 1, "beta": 0.04},
+        {"temperature": 0.6, "scale_rewards": "batch"},
+        {"use_cache": True, "torch_empty_cache_steps": 1, "full_determinism": False},
+        {"dataloader_num_workers": 1, "dataloader_pin_memory": False},
+    ],
+    ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items()),
+)
+def test_schedules_and_options(folder, options):
+    """The same rows in the same order: the same update."""
+    ours, theirs = (
+        train(cls, folder, arguments={"rollout_func": scripted_rollouts()}, **options) for cls in (BOTH[1], BOTH[0])
+    )
+    assert torch.equal(ours.column("completion_ids"), theirs.column("completion_ids"))
+    assert ours.trainer.state.global_step == theirs.trainer.state.global_step
+    assert relative(ours.gradients[0], theirs.gradients[0]) <= 1e-5
+    assert norm(theirs.update) > 0.1
+    assert relative(ours.update, theirs.update) <= 1e-3
+
+
+def batch_of(*rows_of_group: int, seed: int = 0) -> dict:
+    """Rows with the number of their group in every field; those of a group do not lie side by side."""
+    members = [g for g, n in enumerate(rows_of_group) for _ in range(n)]
+    members = [members[i] for i in torch.randperm(len(members), generator=torch.Generator().manual_seed(seed))]
+    group, row = torch.tensor(members), torch.arange(len(members))
+    return {
+        "prompt_ids": torch.stack([torch.zeros_like(group), group + 5], 1),  # a padding token first
+        "prompt_mask": torch.tensor([[0, 1]] * len(members)),
+        "completion_ids": row[:, None].clone(),
+        "completion_mask": torch.ones(len(members), 1, dtype=torch.long),
+        "advantages": row.float(),
+        "old_per_token_logps": row[:, None] / 10,
+        "ref_per_token_logps": None,
+        "num_items_in_batch": torch.tensor(len(members)),
+        "text": [f"row {i}" for i in row],
+    }
+
+
+def test_shuffle_keeps_groups_and_loses_nothing():
+    batch = batch_of(4, 4, 4, 4)
+    torch.manual_seed(0)
+    orders = set()
+    for _ in range(10):
+        out = shuffle_groups(batch)
+        row = out["completion_ids"][:, 0]
+        assert sorted(row.tolist()) == list(range(16))
+        groups = out["prompt_ids"][:, 1].tolist()
+        assert all(len(set(groups[i : i + 4])) == 1 for i in range(0, 16, 4))
+        assert out["text"] == [f"row {i}" for i in row]
+        assert torch.equal(out["advantages"], row.float())
+        assert torch.equal(out["old_per_token_logps"], row[:, None] / 10)
+        assert out["prompt_ids"][:, 1].tolist() == [batch["prompt_ids"][i, 1] for i in row]
+        assert out["ref_per_token_logps"] is None
+        assert out["num_items_in_batch"] == 16
+        orders.add(tuple(groups))
+    assert len(orders) > 5, "it shuffles"
+    assert torch.equal(batch["advantages"], torch.arange(16.0)), "in place"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "split", "cuts"),
+    [
+        ((4, 4, 4, 4), 4, 0),
+        ((8, 8), 4, 2),  # a group is larger than a micro-batch: into as few as can be
+        ((2, 4, 2), 2, 0),  # the ends of groups that span ranks
+        ((1, 4, 3), 2, 0),
+        ((1,) * 8, 4, 0),
+    ],
+)
+def test_micro_batches_cut_few_groups(sizes, split, cuts):
+    for seed in range(10):
+        torch.manual_seed(seed)
+        groups = shuffle_groups(batch_of(*sizes, seed=seed))["prompt_ids"][:, 1].tolist()
+        n = len(groups) // split
+        micro = [set(groups[i : i + n]) for i in range(0, len(groups), n)]
+        assert sum(len(groups) for groups in micro) - len(sizes) <= cuts
+
+
+def test_prompts_that_differ_in_padding_alone_are_one_group():
+    """An environment may pad twice; and a prompt that begins like another is another."""
+    ids = torch.tensor([[0, 0, 5, 6, 9], [0, 0, 5, 6, 8], [0, 5, 5, 6, 7]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 1, 1, 1], [0, 1, 1, 1, 1]])
+    groups, order = find_groups(ids, mask, 1)
+    assert [g.prompt_ids.tolist() for g in groups] == [[5, 6], [5, 5, 6]]
+    assert order == [(0, 1), (1, 1), (2, 1)]
+
+
+def test_a_group_whose_rows_have_other_prompts(folder):
+    """rollout_func may rewrite prompts, row by row."""
+
+    def rollout(batch, trainer, scripted=None):
+        out = scripted_rollouts()(batch, trainer)
+        out["prompt_ids"] = [[*ids, 3 + i % 2] for i, ids in enumerate(out["prompt_ids"])]
+        out["env_mask"] = [[1] * (len(ids) - 1) + [i % 2] for i, ids in enumerate(out["completion_ids"])]
+        return out
+
+    dataset = Dataset.from_dict({"prompt": ["abc", "defg", "hij", "klm"]})
+    runs = [train(cls, folder, dataset=dataset, arguments={"rollout_func": rollout}) for cls in BOTH]
+    assert "tool_mask" in runs[1].batches[0]
+    for name, change in runs[0].update.items():
+        torch.testing.assert_close(runs[1].update[name], change, rtol=0, atol=1e-4)

@@ -1,0 +1,158 @@
+"""`_compute_loss` of GRPOTrainer and of ours on the same inputs: every objective, every mask; loss and gradient."""
+
+import pytest
+import torch
+from trl import GRPOTrainer
+
+from longstraw_dist.integrations.trl import LongStrawGRPOTrainer
+
+from .models import tokens
+from .reference import gradients, relative, worst
+from .trl_fixtures import CHARACTERS
+from .trl_training import make, norm, save_models
+
+LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+PROMPTS = [(9, 3), (23, 2), (1, 2), (14, 1)]  # (tokens, rows); rows of a group do not lie side by side
+COMPLETIONS = [5, 1, 6, 2, 6, 3, 4, 6]
+ORDER = [3, 0, 5, 7, 1, 4, 2, 6]
+
+
+@pytest.fixture(scope="module")
+def trainers(tmp_path_factory):
+    folder = save_models(tmp_path_factory.mktemp("losses"), "qwen3")
+    both = [make(cls, folder, beta=0.04) for cls in (GRPOTrainer, LongStrawGRPOTrainer)]
+    for trainer in both:
+        trainer.model.train()
+        trainer.current_gradient_accumulation_steps = 2
+    return both
+
+
+@pytest.fixture(autouse=True)
+def _reset(trainers, monkeypatch):
+    """What a case sets on a trainer lasts as long as the case."""
+    before = [dict(vars(trainer)) for trainer in trainers]
+    yield
+    for trainer, attributes in zip(trainers, before, strict=True):
+        vars(trainer).update(attributes)
+
+
+def inputs(trainer) -> dict[str, torch.Tensor]:
+    """A micro-batch of 8 rows in 4 groups, off policy, with another reference; advantages of both signs."""
+    generator = torch.Generator().manual_seed(3)
+    rows = [prompt for n, rows in PROMPTS for prompt in [tokens(n, generator, len(CHARACTERS))] * rows]
+    rows = [rows[i] for i in ORDER]
+    width, length = max(map(len, rows)), max(COMPLETIONS)
+    batch = {
+        "prompt_ids": torch.stack([torch.cat([torch.zeros(width - len(t), dtype=torch.long), t]) for t in rows]),
+        "prompt_mask": torch.stack([(torch.arange(width) >= width - len(t)).long() for t in rows]),
+        "completion_mask": torch.stack([(torch.arange(length) < n).long() for n in COMPLETIONS]),
+        "advantages": torch.randn(len(rows), generator=generator),
+    }
+    batch["completion_ids"] = tokens(len(rows) * length, generator, len(CHARACTERS)).view(-1, length)
+    batch["completion_ids"] *= batch["completion_mask"]
+    batch["num_items_in_batch"] = batch["completion_mask"].sum()
+    with torch.no_grad():
+        logps, *_ = trainer._get_per_token_logps_and_entropies(
+            trainer.model,
+            torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1),
+            torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1),
+            length,
+        )
+
+    def drifted(scale):
+        return logps + scale * torch.randn(logps.shape, generator=generator) * batch["completion_mask"]
+
+    batch |= {"old_per_token_logps": drifted(0.3), "ref_per_token_logps": drifted(0.5)}
+    return batch
+
+
+def loss_and_gradient(trainer, batch, settings):
+    for name, value in settings.items():
+        assert hasattr(trainer, name), name
+        setattr(trainer, name, value)
+    trainer._entropy_bonus_enabled = trainer.entropy_coef != 0.0
+    trainer.model.zero_grad()
+    loss = trainer._compute_loss(trainer.model, dict(batch))
+    loss.backward()
+    return float(loss), gradients(trainer.model)
+
+
+def check(trainers, record, batch, **settings) -> None:
+    (their_loss, theirs), (our_loss, ours) = [loss_and_gradient(t, batch, settings) for t in trainers]
+    error = relative(ours, theirs)
+    record("gradient_error", f"{error:.2e} of {norm(theirs):.2g}")
+    assert norm(theirs) > 1e-2
+    assert abs(our_loss - their_loss) <= 1e-5 * max(1, abs(their_loss))
+    assert error <= 1e-5
+    error, name = worst(ours, theirs)
+    assert error <= 1e-4, name
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_objectives(trainers, record_property, loss_type, level, beta, entropy_coef):
+    batch = inputs(trainers[0])
+    settings = {"loss_type": loss_type, "importance_sampling_level": level, "beta": beta, "entropy_coef": entropy_coef}
+    check(trainers, record_property, batch, **settings)
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+@pytest.mark.parametrize(
+    "mask", ["completion", "tool", "quantile", "off_policy", "vllm", "on_policy", "delta", "bias_correction"]
+)
+def test_masks_and_corrections(trainers, record_property, monkeypatch, mask, loss_type):
+    batch = inputs(trainers[0])
+    settings = {"loss_type": loss_type, "beta": 0.04, "entropy_coef": 0.1}
+    generator = torch.Generator().manual_seed(4)
+    if mask == "completion":  # what mask_truncated_completions makes of two rows
+        batch["completion_mask"][[1, 4]] = 0
+    elif mask == "tool":
+        batch["tool_mask"] = (torch.rand(batch["completion_mask"].shape, generator=generator) < 0.6).long()
+    elif mask == "quantile":
+        settings["top_entropy_quantile"] = 0.4
+    elif mask == "off_policy":
+        settings["off_policy_mask_threshold"] = 0.02
+    elif mask == "vllm":
+        settings |= {"use_vllm": True, "vllm_importance_sampling_correction": True}
+        batch["importance_sampling_ratio"] = 0.5 + torch.rand(batch["completion_mask"].shape, generator=generator)
+    elif mask == "on_policy":
+        del batch["old_per_token_logps"]
+    elif mask == "delta":
+        for trainer in trainers:
+            monkeypatch.setattr(trainer.args, "delta", 1.3)
+    else:
+        for trainer in trainers:
+            monkeypatch.setattr(trainer.args, "use_bias_correction_kl", True)
+    check(trainers, record_property, batch, **settings)
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_all_rows_masked(trainers, loss_type, entropy_coef):
+    """Backward works, and every parameter's gradient is there and zero."""
+    batch = inputs(trainers[0])
+    batch["completion_mask"] = torch.zeros_like(batch["completion_mask"])
+    settings = {"loss_type": loss_type, "beta": 0.04, "entropy_coef": entropy_coef}
+    (their_loss, theirs), (our_loss, ours) = [loss_and_gradient(t, batch, settings) for t in trainers]
+    assert our_loss == their_loss == 0
+    assert all(g is not None and not g.any() for g in (*ours.values(), *theirs.values()))
+
+
+@torch.no_grad()
+def test_entropies_and_logps_are_zero_on_padding(trainers):
+    batch = inputs(trainers[0])
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    for batch_size in (None, 3):  # the last slice is smaller
+        found = [
+            t._get_per_token_logps_and_entropies(t.model, ids, mask, 6, batch_size=batch_size, compute_entropy=True)
+            for t in trainers
+        ]
+        for theirs, ours in zip(*found, strict=True):
+            if theirs is not None:
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+                assert not ours[batch["completion_mask"] == 0].any()
+    found = [t._get_per_token_logps_and_entropies(t.model, ids, mask, 6) for t in trainers]
+    assert [entropies for _, entropies, _ in found] == [None, None]
