@@ -23,6 +23,9 @@ class Stub(nn.Module):
     def __init__(self, width: int):
         super().__init__()
         self.width = width
+        self.forget()
+
+    def forget(self) -> None:
         self.args: tuple = ()
         self.kwargs: dict[str, Any] = {}
         self.out = torch.empty(0)
@@ -103,7 +106,7 @@ class Blueprint:
             self.ghost(inputs_embeds=x, position_ids=segment.positions(like.device), use_cache=False)
         segment.calls = [{k: v for k, v in stub.kwargs.items() if k != "cache"} for stub in self.stubs]
         for stub in self.stubs:
-            stub.kwargs = {}
+            stub.forget()
 
 
 def bare(module: nn.Module) -> nn.Module:

@@ -102,7 +102,7 @@ class HeadOperation(torch.autograd.Function):
         ctx.graph.progress.begun = True
         saved, lse, entropy = ctx.saved_tensors
         rows, packed = ctx.rows, ctx.rows.packed
-        g_logp, g_entropy = functional.pad(g, (0, len(lse) - packed.returned))
+        g_logp, g_entropy = functional.pad(g, (0, len(lse) - packed.returned))[..., None] / rows.temperature
         bonus_wanted = bool(g_entropy.any())
         gx, gradients = torch.empty_like(saved), Gradients(rows.module.parameters())
         with rows.guard(), ctx.autocast.restored(), torch.enable_grad():
@@ -111,16 +111,12 @@ class HeadOperation(torch.autograd.Function):
                 logits = rows.module.forward(x)
                 with torch.no_grad():
                     d = scaled_logits(logits.detach(), rows.temperature).sub_(lse[c, None])  # log p, in place
-                    bonus = None
+                    weight = -g_logp[c]  # of p, in dz
                     if bonus_wanted:
-                        bonus = (d + entropy[c, None]).mul_(d.exp()).mul_(g_entropy[c, None])
-                    d.exp_().mul_(-g_logp[c, None])
-                    d.scatter_add_(-1, packed.targets[c, None], g_logp[c, None])
-                    if bonus is not None:
-                        d.sub_(bonus)
-                    d.div_(rows.temperature)
+                        weight = weight - g_entropy[c] * (d + entropy[c, None])
+                    d.exp_().mul_(weight).scatter_add_(-1, packed.targets[c, None], g_logp[c])
                 gx[:, c] = gradients.vjp([logits], [d[None]], [x])[0]
-                del logits, d, bonus
+                del logits, d, weight
         return None, None, None, gx, *gradients.sums()
 
 

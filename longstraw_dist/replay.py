@@ -17,6 +17,7 @@ taking the graph apart is LongStraw's (arXiv 2607.14952, section 3); the prompt'
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -110,24 +111,11 @@ class LayerOperation(torch.autograd.Function):
         with layer.guard(), no_checkpointing(layer.module), ctx.autocast.restored(), torch.enable_grad():
             for group, state, count in zip(layer.packed.groups, ctx.states, ctx.counts, strict=True):
                 state.load([next(kept) for _ in range(count)], differentiable=exact)
+                again = functools.partial(recompute, layer, stock, state, gradients)
                 for replay in group.replays:
-                    x = x_response[:, replay.rows].detach().requires_grad_()
-                    view = state.open(replay, differentiable=exact)
-                    y = run(layer, stock, replay, x, view)
-                    assert y is not None, "only a prompt chunk is left early"
-                    gx, *g_past = gradients.vjp([y], [g_response[:, replay.rows]], [x, *view.leaves])
-                    gx_response[:, replay.rows] = gx
-                    state.accumulate(replay, g_past)
+                    gx_response[:, replay.rows] = again(replay, x_response, g_response)
                 for chunk in reversed(group.chunks) if exact else ():
-                    x = x_prompt[:, chunk.rows].detach().requires_grad_()
-                    view = state.open(chunk, differentiable=True, capture_only=g_prompt is None)
-                    y = run(layer, stock, chunk, x, view)
-                    outputs, cotangents = list(view.new), state.cotangents(chunk)
-                    if y is not None and g_prompt is not None:
-                        outputs, cotangents = [y, *outputs], [g_prompt[:, chunk.rows], *cotangents]
-                    gx, *g_past = gradients.vjp(outputs, cotangents, [x, *view.leaves])
-                    gx_prompt[:, chunk.rows] = gx
-                    state.accumulate(chunk, g_past)
+                    gx_prompt[:, chunk.rows] = again(chunk, x_prompt, g_prompt, captured=True)
                 state.clear()
         layer.progress.ended |= layer.index == 0
         return None, None, gx_prompt if exact else None, gx_response, *gradients.sums()
@@ -183,6 +171,30 @@ class Gradients:
             f"a parameter of shape {tuple(parameter.shape)} took no part in its layer's recompute"
         )
         return total.to(parameter.dtype)
+
+
+def recompute(
+    layer: Layer,
+    stock: Callable,
+    state: KeyValueState,
+    gradients: Gradients,
+    segment: Segment,
+    x: Tensor,
+    g: Tensor | None,
+    captured: bool = False,
+) -> Tensor:
+    """Runs one segment again, with its graph, and takes its gradient, from its output's and, where the segment was
+    `captured`, its state's: the one of its `x` is returned, those of the past and of the parameters are added up. All
+    else that it made is gone when the next segment starts."""
+    x = x[:, segment.rows].detach().requires_grad_()
+    view = state.open(segment, differentiable=layer.exact, capture_only=g is None)
+    y = run(layer, stock, segment, x, view)
+    outputs, cotangents = (list(view.new), state.cotangents(segment)) if captured else ([], [])
+    if y is not None and g is not None:
+        outputs, cotangents = [y, *outputs], [g[:, segment.rows], *cotangents]
+    gx, *g_past = gradients.vjp(outputs, cotangents, [x, *view.leaves])
+    state.accumulate(segment, g_past)
+    return gx
 
 
 class Autocast:

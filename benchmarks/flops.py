@@ -1,0 +1,120 @@
+"""Counted FLOPs of one GRPO step, and the arithmetic limit of the ratio stock / ours that they set.
+
+    run with   python -m benchmarks.flops
+
+Formulas of our own, because `torch.utils.flop_counter.FlopCounterMode` counts nothing for CPU attention. A
+multiply-add is 2 FLOPs; norms, rotary embeddings, activations and softmax are not counted.
+
+    GEMM                  2 FLOPs a matrix element and row; backward 2 forwards (input's gradient, weight's gradient)
+    attention             4 * head size * query heads FLOPs a (query, key) pair; causal over n tokens: n * n / 2 pairs;
+                          backward 2.5 forwards (flash kernels: the scores once more, dV, dP, dQ, dK)
+    checkpointed rows     one more forward of every layer
+    ours                  a layer's backward runs its forward once more, and so does the head's
+"""
+
+from dataclasses import dataclass, replace
+
+from longstraw_dist.config import exact_layers
+
+ATTENTION_BACKWARD = 2.5
+GEMM_BACKWARD = 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a model, a prompt group and a setting decides the FLOPs."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    key_heads: int
+    head_size: int
+    vocabulary: int
+    prompt: int  # tokens
+    response: int  # tokens each
+    responses: int
+
+    @classmethod
+    def of(cls, config, prompt: int, response: int, responses: int) -> "Shape":
+        """From a transformers config."""
+        return cls(
+            config.num_hidden_layers,
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            config.vocab_size,
+            prompt,
+            response,
+            responses,
+        )
+
+    @property
+    def q(self) -> int:  # a row's FLOPs in the query projection; the output projection's are the same
+        return 2 * self.hidden * self.heads * self.head_size
+
+    @property
+    def kv(self) -> int:
+        return 2 * 2 * self.hidden * self.key_heads * self.head_size
+
+    @property
+    def layer(self) -> int:
+        return 2 * self.q + self.kv + 3 * 2 * self.hidden * self.intermediate
+
+    @property
+    def head(self) -> int:
+        return 2 * self.hidden * self.vocabulary
+
+    def attention(self, pairs: float) -> float:
+        return 4 * self.head_size * self.heads * pairs
+
+
+def stock(s: Shape, checkpointed: bool = False) -> float:
+    """Stock, response by response, logits of the response alone (and of the one token more that trainers keep)."""
+    n = s.prompt + s.response
+    gemm, attention = n * s.layer, s.attention(n * n / 2)
+    forward = gemm + attention
+    backward = GEMM_BACKWARD * gemm + ATTENTION_BACKWARD * attention
+    row = s.layers * (forward * (1 + checkpointed) + backward) + (s.response + 1) * s.head * (1 + GEMM_BACKWARD)
+    return s.responses * row
+
+
+def ours(s: Shape, prompt_grad: str = "exact", last_layer_whole: bool = False) -> float:
+    """
+    The packed step as the engine runs it. In the last layer the prompt's rows give K and V and stop there; the stock
+    layer makes Q before. `last_layer_whole`: they run through the whole layer, as the engine first did.
+    """
+    p, r = s.prompt - 1, s.responses * s.response  # rows: the last prompt token opens each response
+    prompt, prompt_attention = p * s.layer, s.attention(p * p / 2)
+    response, response_attention = r * s.layer, s.attention(r * p + s.responses * s.response**2 / 2)
+    exact = exact_layers(prompt_grad, s.layers)
+
+    each_response = response * (2 + GEMM_BACKWARD) + response_attention * (2 + ATTENTION_BACKWARD)
+    once = prompt + prompt_attention
+    total = s.layers * each_response + (s.layers - 1) * once
+    total += max(exact - 1, 0) * (once + prompt * GEMM_BACKWARD + prompt_attention * ATTENTION_BACKWARD)
+    last = once if last_layer_whole else p * (s.q + s.kv)
+    total += last + (last + p * s.kv * GEMM_BACKWARD if exact else 0)
+    return total + r * s.head * (2 + GEMM_BACKWARD)
+
+
+def limits(s: Shape, prompt_grad: str = "exact") -> tuple[float, float]:
+    """Stock rows over ours, checkpointed rows over ours, were each FLOP to take the same time."""
+    return stock(s) / ours(s, prompt_grad), stock(s, checkpointed=True) / ours(s, prompt_grad)
+
+
+def main() -> None:
+    base = Shape(4, 256, 768, 4, 2, 64, 32_768, 4096, 64, 8)
+    print("layers  prompt  responses  setting    limit  over checkpointed rows")
+    for s in (base, replace(base, layers=16), replace(base, prompt=16_384, response=128), replace(base, responses=32)):
+        for setting in ("exact", "last:2", "detached"):
+            plain, checkpointed = limits(s, setting)
+            print(
+                f"{s.layers:6} {s.prompt:7} {s.responses:6}x{s.response:<4} {setting:9}{plain:7.2f}{checkpointed:8.2f}"
+            )
+
+
+if __name__ == "__main__":
+    main()

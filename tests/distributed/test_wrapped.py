@@ -1,0 +1,206 @@
+"""Every wrapping against the stock model in one process: gradients, and what three optimizer steps change.
+
+Each rank has groups, prompts and responses of its own, and in one micro-batch the last rank has none. The world's
+gradient is the mean of the ranks' gradients; the reference takes the loss of all ranks, row by row, over the world.
+"""
+
+import functools
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longstraw_dist import LongStrawConfig
+from longstraw_dist.config import exact_layers
+
+from ..models import MODELS, ragged, tiny, weigh
+from ..reference import cut_prompt, gradients, relative, stock_rows, worst
+from .wrappings import WRAPPINGS, ZERO, trainable, wrap
+
+STEPS = 3
+OPTIMIZERS = {  # AdamW's eps is above the noise of the smallest gradients, which it would blow up to whole steps
+    "SGD": functools.partial(torch.optim.SGD, lr=1e-2),
+    "AdamW": functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4),
+}
+SHAPES = [  # of one rank's micro-batch: (P, (R_1, R_2, ...)) a group
+    [(11, (4, 2)), (1, (3,))],
+    [(19, (1, 5, 3))],
+    [(3, ()), (7, (2, 2)), (2, (6,))],
+    [(5, (3,)), (14, (0, 4))],
+]
+FROZEN = {"none": (), "embedding": ("embed_tokens",), "a layer": ("layers.1.",), "some": ("q_proj", "norm.weight")}
+
+
+def groups_of(rank: int, world: int, step: int, micro: int):
+    if rank == world - 1 and step == 1 and micro == 0:
+        return []
+    return ragged(100 * step + 10 * micro + rank, SHAPES[(rank + step + 2 * micro) % len(SHAPES)])
+
+
+def loss_of(logps: list[Tensor], entropies: list[Tensor], rank: int, step: int, micro: int, one_term: bool = False):
+    """With `one_term`, rank 0's loss knows log-probs alone, and the others' entropies alone."""
+    if one_term:
+        logps, entropies = (logps, []) if rank == 0 else ([], entropies)
+    return 0.05 * weigh(logps, entropies, seed=step + 7 * micro + 31 * rank)
+
+
+def make(kind: str, tied: bool, frozen: str):
+    model = tiny(kind, tied)
+    for name, p in model.named_parameters():
+        p.requires_grad_(not any(part in name for part in FROZEN[frozen]))
+    return model
+
+
+@functools.cache
+def reference(kind, tied, mode, optimizer, accumulation, clip, frozen, one_term, world):
+    """Gradients before clipping, of each step, and what the weights changed by."""
+    model = make(kind, tied, frozen)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    stepper = OPTIMIZERS[optimizer](trainable(model))
+    layers = model.config.num_hidden_layers
+    all_gradients = []
+    for step in range(STEPS):
+        for micro, rank in itertools.product(range(accumulation), range(world)):
+            with cut_prompt(model, layers - exact_layers(mode, layers)):
+                rows = stock_rows(model, groups_of(rank, world, step, micro), 0.7)
+                loss = loss_of(*rows, rank, step, micro, one_term)
+                if isinstance(loss, Tensor):
+                    (loss / world / accumulation).backward()
+        all_gradients.append({n: g for n, g in gradients(model).items() if g is not None})
+        if clip is not None:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            assert norm > 2 * clip, f"a clip of {clip} does not bite a norm of {norm}"
+        stepper.step()
+        stepper.zero_grad()
+    return all_gradients, {n: p.detach() - before[n] for n, p in model.named_parameters()}
+
+
+def parity(
+    name,
+    kind="llama",
+    tied=False,
+    mode="exact",
+    optimizer="SGD",
+    accumulation=1,
+    clip=None,
+    no_sync=False,
+    frozen="none",
+    one_term=False,
+    score="",
+    config=None,
+    **settings,
+):
+    """Errors against the reference (on rank 0): of the steps' gradients, of one parameter's, and of the update.
+
+    With `score`, calls under `no_grad`, packed and stock, come before, between or after each forward and backward.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    config = LongStrawConfig(prompt_grad=mode, prompt_chunk_size=5, head_chunk_size=4, **(config or {}))
+    wrapped = wrap(
+        name, lambda: make(kind, tied, frozen), config, OPTIMIZERS[optimizer], accumulation, clip, **settings
+    )
+    wrapped.no_sync = no_sync
+
+    def scores(where: str):
+        if where in score:
+            with torch.no_grad():
+                wrapped(prompt_groups=ragged(rank))
+                wrapped(input_ids=torch.arange(6)[None])
+
+    before, ours = wrapped.weights(), []
+    for step in range(STEPS):
+        for micro in range(accumulation):
+            scores("before")
+            with wrapped.micro_batch_of_step():
+                out = wrapped(prompt_groups=groups_of(rank, world, step, micro), temperature=0.7)
+                scores("between")
+                wrapped.backward(loss_of(out.logps, out.entropies, rank, step, micro, one_term) + out.anchor)
+                if micro == accumulation - 1:
+                    ours.append(wrapped.gradients())
+            scores("after")
+        wrapped.step()
+    update = {n: w - before[n] for n, w in wrapped.weights().items()}
+    if rank > 0:
+        return None
+    theirs, their_update = reference(kind, tied, mode, optimizer, accumulation, clip, frozen, one_term, world)
+    return {
+        "first gradient": relative(ours[0], theirs[0]),
+        "gradient": max(relative(g, r) for g, r in zip(ours, theirs, strict=True)),  # of weights that differ by now
+        "parameter": max(worst(g, r) for g, r in zip(ours, theirs, strict=True)),
+        "update": relative(update, their_update),
+    }
+
+
+def check(ranks, record_property, name, **case):
+    errors = ranks.run(parity, name, timeout=120, **case)[0]
+    for what, error in errors.items():
+        record_property(what, error)
+    assert errors["first gradient"] <= 1e-5
+    assert errors["gradient"] <= 1e-4
+    assert errors["parameter"][0] <= 1e-4, errors["parameter"][1]
+    assert errors["update"] <= 1e-4
+
+
+LONG = {"accumulation": 4, "clip": 0.5}
+SCORED = {"score": "before between"}
+CASES = [  # each setting meets each engine somewhere; `test_parity_of_all` takes them all together
+    ("ddp", {}),
+    ("ddp", {"kind": "qwen3", "tied": True, "mode": "detached", "optimizer": "AdamW", "no_sync": True, **LONG}),
+    ("ddp", {"kind": "mistral", "find_unused_parameters": True, "bucket_cap_mb": 0.01, **SCORED}),
+    ("ddp", {"static_graph": True, "frozen": "some"}),
+    ("zero1", {"kind": "qwen3", "tied": True, "score": "before between after", "accumulation": 2, "clip": 0.5}),
+    ("zero2", {"mode": "last:2", "optimizer": "AdamW", "score": "before between after", **LONG}),
+    ("zero2", {"kind": "mistral", "frozen": "embedding", "tied": True}),
+    ("zero3", {"kind": "mistral", "tied": True}),
+    ("zero3", {"kind": "qwen3", "optimizer": "AdamW", "score": "before between after", **LONG}),
+    ("zero3", {"mode": "detached", "tied": True, "accumulation": 2, "one_term": True}),
+    ("zero3", {"mode": "last:2", "frozen": "some", **SCORED}),
+    ("zero3", {"frozen": "embedding", "config": {"offload": "hidden"}}),
+    ("zero3", {"overlap_comm": True, "stage3_prefetch_bucket_size": 5000, "stage3_param_persistence_threshold": 40}),
+    ("zero3", {"stage3_max_reuse_distance": 10**9, "stage3_prefetch_bucket_size": 10**7}),
+    ("zero3", {"reduce_bucket_size": 5000, "accumulation": 2, "offload_optimizer": {"device": "cpu"}}),
+    ("zero3_init", {"kind": "qwen3", "tied": True, "mode": "last:1"}),
+    ("fsdp2", {"kind": "qwen3", "tied": True, "optimizer": "AdamW", **SCORED, **LONG}),
+    ("fsdp2", {"no_sync": True, "frozen": "embedding", "accumulation": 2, "clip": 0.5, **SCORED}),
+    ("fsdp2", {"kind": "mistral", "mode": "detached", "reshard_after_forward": False}),
+    ("fsdp2", {"mode": "last:2", "one_term": True, "frozen": "a layer", "config": {"offload": "hidden"}}),
+    ("fsdp2_one_group", {"tied": True, "mode": "detached"}),
+    ("fsdp2_one_group", {"kind": "mistral", "no_sync": True, **SCORED, **LONG}),
+    ("fsdp2_accelerate", {"kind": "qwen3", "optimizer": "AdamW", "accumulation": 2, "clip": 0.5, **SCORED}),
+    ("fsdp2_accelerate", {"tied": True, "mode": "last:2", "accumulation": 2, "no_sync": True}),
+]
+
+
+def spell(value) -> str:
+    return value if isinstance(value, str) else " ".join(f"{k}={v}" for k, v in value.items()) or "default"
+
+
+@pytest.mark.parametrize(("name", "case"), CASES, ids=spell)
+def test_parity(two_ranks, record_property, name, case):
+    check(two_ranks, record_property, name, **case)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "fsdp2"])
+def test_parity_of_three_ranks(three_ranks, record_property, name):
+    check(three_ranks, record_property, name, tied=name == "zero3", clip=0.5, one_term=True)
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp2_one_group", "fsdp2_accelerate"])
+@pytest.mark.xfail(
+    strict=True, reason="FSDP2 keeps a unit gathered after a forward without backward, also a stock one"
+)
+def test_scoring_between_backward_and_step(two_ranks, record_property, name):
+    check(two_ranks, record_property, name, score="after")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize("mode", ["exact", "detached", "last:2"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("name", WRAPPINGS)
+def test_parity_of_all(two_ranks, record_property, name, kind, tied, mode, long):
+    settings = {"optimizer": "AdamW", "no_sync": name not in ZERO, **SCORED, **LONG} if long else {}
+    check(two_ranks, record_property, name, kind=kind, tied=tied, mode=mode, **settings)
