@@ -124,10 +124,9 @@ def attach(model: PreTrainedModel, config: LongStrawConfig | None = None) -> Pre
 
 def recover(model: PreTrainedModel) -> None:
     """
-    After an exception in the middle of a step whose note says so: makes the next step possible.
-
-    Under FSDP2 it drops all gradients and gathered parameters, on every rank. It does nothing where nothing is left
-    behind (no engine; an exception in a forward under FSDP2 or DDP).
+    After an exception in the middle of a backward whose note says so: makes the next step possible. Call it on every
+    rank. Under FSDP2 it drops all gradients, for which it gathers each unit once; without an engine there is nothing
+    to do. An exception in a forward needs no recovery: run that micro-batch again.
 
     Raises:
         `ValueError`: if the engine cannot be put back and must be rebuilt, saying why.
@@ -156,7 +155,7 @@ class Attachment:
         self.pending: Callable[[], Graph | None] = lambda: None  # the graph of the last call, while it lives
         self.engine = "none"  # that called last
         self.progress = Progress()  # of the last call's backward
-        self.failed: str | None = None  # "forward" or "backward", if the last one ended in the middle and it matters
+        self.failed: str | None = None  # what a backward that ended in the middle has left behind
 
     @property
     def exact_layers(self) -> int:
@@ -166,43 +165,47 @@ class Attachment:
         """One packed call. Whatever may be wrong on one rank is found here, before the first parameter is gathered."""
         recording = torch.is_grad_enabled()
         device = self.blueprint.device
-        fault = self._find_fault(groups, temperature, unknown, recording, device)
-        fault = wrapping.agree(fault, recording, device)
-        if fault is not None:
-            raise ValueError(fault)
         self.engine = wrapping.engine_of(self.model)
-        with self._guard("forward") if recording else contextlib.nullcontext():
+        if not recording:
+            wrapping.reshard_after(self.model)
+        try:
+            fault = self._find_fault(groups, temperature, unknown, recording, device)
+            fault = wrapping.agree(fault, recording, device)
+            if fault is not None:
+                raise ValueError(fault)
             return self._run(groups, temperature, recording, device)
+        except BaseException:
+            wrapping.release(self.model)
+            raise
 
     @contextlib.contextmanager
-    def _guard(self, phase: str) -> Iterator[None]:
-        """Adds to an exception what it leaves behind in the engine, and refuses the next step until that is mended."""
+    def _backward(self) -> Iterator[None]:
+        """Around each operation's backward: adds to an exception what it leaves behind in the engine."""
         try:
             yield
         except BaseException as error:
-            if self._left_behind(phase):
-                error.add_note(f"longstraw-dist: {wrapping.AFTER_FAILURE[self.engine, phase]}")
+            self._fail()
+            if self.failed:
+                error.add_note(f"longstraw-dist: {self.failed}")
             raise
 
-    def _left_behind(self, phase: str) -> bool:
-        """Notes that a phase ended in the middle. Whether the engine minds."""
-        self.progress = Progress()
-        if (self.engine, phase) in wrapping.AFTER_FAILURE:
-            self.failed = phase
-        return self.failed is not None
+    def _fail(self) -> None:
+        """Notes that a backward ended in the middle, and whether the engine minds."""
+        self.progress, self.pending = Progress(), lambda: None
+        self.failed = wrapping.AFTER_FAILURE.get(self.engine)
 
     def recover(self) -> None:
         if self.failed is not None:
-            wrapping.recover(self.model, self.engine, self.failed)
+            wrapping.recover(self.model, self.engine)
             self.failed = None
 
     def _find_fault(self, groups, temperature, unknown, recording, device) -> str | None:
         if unknown:
             return f"prompt_groups takes no other input beside temperature, but got {unknown[0]!r}."
         if recording and self.progress.begun and not self.progress.ended:
-            self._left_behind("backward")  # outside of the operations, in an engine's hook for one
+            self._fail()  # outside of the operations, in an engine's hook for one
         if recording and self.failed is not None:
-            return f"the last {self.failed} ended in the middle. {wrapping.AFTER_FAILURE[self.engine, self.failed]}"
+            return f"the last backward ended in the middle. {self.failed}"
         if recording and self._has_pending_graph():
             return (
                 "a call with prompt_groups came before the backward of the last one: engines reduce one backward a "
@@ -232,7 +235,7 @@ class Attachment:
                 plan.describe(segment, x_response)
         if recording and not embedded.requires_grad:  # ZeRO-3's layer hooks fire on the gradient of a layer's input
             x_response.requires_grad_()
-        guard, progress = functools.partial(self._guard, "backward"), Progress()
+        progress = Progress()
         first_exact = len(plan.layers) - self.exact_layers
         if first_exact > 0:
             x_prompt = x_prompt.detach()
@@ -241,9 +244,13 @@ class Attachment:
         for i, module in enumerate(plan.layers):
             last = i == len(plan.layers) - 1
             exact = i >= first_exact
-            layer = Layer(module, i, plan.config, packed, self.windows[i], exact, last, self.meter, guard, progress)
+            layer = Layer(
+                module, i, plan.config, packed, self.windows[i], exact, last, self.meter, self._backward, progress
+            )
             x_prompt, x_response = self._call(module, LayerOperation, (layer,), (x_prompt, x_response))
-        rows = functools.partial(Rows, packed=packed, chunk_size=config.head_chunk_size, meter=self.meter, guard=guard)
+        rows = functools.partial(
+            Rows, packed=packed, chunk_size=config.head_chunk_size, meter=self.meter, guard=self._backward
+        )
         x_response = self._call(plan.norm, NormOperation, (rows(plan.norm),), (x_response,))
         graph = Graph(progress)
         head = rows(plan.head, temperature=float(temperature))

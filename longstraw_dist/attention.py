@@ -73,7 +73,9 @@ class PrefixAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, lengths, window, scale, *past):
         out = lse = None
         for region in split_regions(q, lengths, window, past):
-            o, o_lse = kernels(q, region.mask).forward(*region.take(q, k, v, past), region.causal, region.mask, scale)
+            with torch.autocast(q.device.type, enabled=False):  # q, k and v are cast already
+                inputs = region.take(q, k, v, past)
+                o, o_lse = kernels(q, region.mask).forward(*inputs, region.causal, region.mask, scale)
             o, o_lse = region.unfold(o), region.unfold(o_lse[..., None])[..., 0]
             if out is None or lse is None:
                 out, lse = o.new_empty(q.shape), o_lse.new_empty(q.shape[:3])
@@ -90,9 +92,10 @@ class PrefixAttention(torch.autograd.Function):
         dpast = [torch.zeros_like(t) if need else None for t, need in zip(past, ctx.needs_input_grad[6:], strict=True)]
         for region in split_regions(q, ctx.lengths, ctx.window, past):
             g_, o_, l_ = (region.fold(t[:, :, region.rows]) for t in (g, out, lse[..., None]))
-            grads = kernels(q, region.mask).backward(
-                g_, *region.take(q, k, v, past), o_, l_[..., 0], region.causal, region.mask, ctx.scale
-            )
+            with torch.autocast(q.device.type, enabled=False):
+                grads = kernels(q, region.mask).backward(
+                    g_, *region.take(q, k, v, past), o_, l_[..., 0], region.causal, region.mask, ctx.scale
+                )
             region.give(grads, dq, dk, dv, dpast)
         return dq, dk, dv, None, None, None, *dpast
 

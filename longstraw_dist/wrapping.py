@@ -5,6 +5,8 @@ ZeRO-3 must fetch a decoder layer as a whole, once a call: `attach` marks the la
 """
 
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,28 +82,53 @@ def engine_of(model: nn.Module) -> str:
     return "DDP" if active is not None and active.module is model else "none"
 
 
-# What each engine keeps of a forward or a backward that an exception ended in the middle, and what to do about it.
+# What each engine keeps of a backward that an exception ended in the middle, and what to do about it.
 AFTER_FAILURE = {
-    ("FSDP2", "backward"): "FSDP2 still holds gathered parameters and part of a gradient. Call recover(model), which "
+    "FSDP2": "FSDP2 still holds gathered parameters and part of a gradient. Call recover(model), which "
     "drops all gradients, and begin the accumulation window again.",
-    ("DDP", "backward"): "DistributedDataParallel still waits for the gradients that this backward did not reach: "
+    "DDP": "DistributedDataParallel still waits for the gradients that this backward did not reach: "
     "wrap the model again.",
-    ("DeepSpeed", "forward"): "DeepSpeed has counted this forward as a micro-batch, so that a window of "
-    "gradient_accumulation_steps > 1 would end with a wrong gradient. Rebuild the engine, or call recover(model) if "
-    "the window began with this forward.",
-    ("DeepSpeed", "backward"): "DeepSpeed still holds part of this backward's gradient, and can neither finish nor "
+    "DeepSpeed": "DeepSpeed still holds part of this backward's gradient, and can neither finish nor "
     "drop it. Rebuild the engine (deepspeed.initialize) from the last checkpoint.",
 }
 
 
-def recover(model: nn.Module, engine: str, phase: str) -> None:
-    """Puts the engine back, or raises `ValueError` where that cannot be done."""
+def reshard_after(model: nn.Module) -> None:
+    """During a forward that no backward follows: when it ends, no FSDP2 unit stays gathered. FSDP2 itself keeps those
+    of `reshard_after_forward=False`, the root by default, and after an optimizer step they would hold old weights."""
+    if not isinstance(model, FSDPModule):
+        return
+
+    def reshard(*_) -> None:  # runs behind FSDP2's own hook, which is older
+        hook.remove()
+        for unit in (m for m in model.modules() if isinstance(m, FSDPModule)):
+            unit.reshard()
+
+    hook = model.register_forward_hook(reshard, always_call=True)
+
+
+def release(model: nn.Module) -> None:
+    """After an exception in a forward: no layer is left gathered. An optimizer step would not reach what is, and the
+    next forward would run with the old weights."""
     if isinstance(model, FSDPModule):
-        model.zero_grad()  # of the gathered parameters, and below of the shards
         model.reset_iter_state()
-        model.zero_grad()
-    elif (engine, phase) != ("DeepSpeed", "forward"):
-        raise ValueError(AFTER_FAILURE[engine, phase])
+    parameters: Iterator[Any] = model.parameters()  # DeepSpeed adds attributes to each
+    for p in parameters:
+        if is_zero3(p) and p.ds_status.name == "AVAILABLE" and not p.ds_persist:
+            p.ds_active_sub_modules.clear()
+            p.partition()
+
+
+def recover(model: nn.Module, engine: str) -> None:
+    """Puts the engine back after an exception in a backward, or raises `ValueError` where that cannot be done."""
+    if not isinstance(model, FSDPModule):
+        raise ValueError(AFTER_FAILURE[engine])
+    model.reset_iter_state()
+    for unit in (m for m in model.modules() if isinstance(m, FSDPModule)):
+        unit.unshard()  # the gradients of gathered parameters outlive the reset, and the optimizer's zero_grad
+        unit.zero_grad()
+        unit.reshard()
+    model.zero_grad()
 
 
 def agree(fault: str | None, recording: bool, device: torch.device) -> str | None:

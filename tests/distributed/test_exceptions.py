@@ -93,11 +93,12 @@ def in_forward(name: str, then: str):
     return "", sharded, stock, relative(wrapped.weights(), other.weights())
 
 
-@pytest.mark.parametrize("then", ["next step", "retry", "step"])
-@pytest.mark.parametrize("name", WRAPPINGS)
+# "step" goes on without the micro-batch that failed; DeepSpeed counts them, and steps after as many as it was told.
+THEN = [(n, then) for n in WRAPPINGS for then in ("next step", "retry", "step") if then != "step" or n not in ZERO]
+
+
+@pytest.mark.parametrize(("name", "then"), THEN)
 def test_exception_in_forward(two_ranks, name, then):
-    if then == "step" and name in ZERO:
-        pytest.skip("DeepSpeed counts micro-batches: it steps after as many as it was told")
     for message, sharded, stock, step in two_ranks.run(in_forward, name, then):
         assert not message
         assert stock <= 1e-5

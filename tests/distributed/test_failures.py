@@ -122,10 +122,8 @@ def attach_wrapped(name: str):
         return str(error)
 
 
-@pytest.mark.parametrize("name", WRAPPINGS)
+@pytest.mark.parametrize("name", sorted(set(WRAPPINGS) - {"zero3_init"}))  # zero.Init comes before attach
 def test_attach_refuses_a_wrapped_model(ranks, name):
-    if name == "zero3_init":
-        pytest.skip("zero.Init comes before attach")
     for message in ranks.run(attach_wrapped, name):
         assert "attach the model first, then wrap it" in message
 

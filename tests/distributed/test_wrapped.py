@@ -94,7 +94,8 @@ def parity(
 ):
     """Errors against the reference (on rank 0): of the steps' gradients, of one parameter's, and of the update.
 
-    With `score`, calls under `no_grad`, packed and stock, come before, between or after each forward and backward.
+    With `score`, calls under `no_grad`, packed and stock, come before or between each forward and backward; packed
+    ones alone after them.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     config = LongStrawConfig(prompt_grad=mode, prompt_chunk_size=5, head_chunk_size=4, **(config or {}))
@@ -107,7 +108,8 @@ def parity(
         if where in score:
             with torch.no_grad():
                 wrapped(prompt_groups=ragged(rank))
-                wrapped(input_ids=torch.arange(6)[None])
+                if where != "after":  # FSDP2 keeps the root gathered after a stock one, over the optimizer step
+                    wrapped(input_ids=torch.arange(6)[None])
 
     before, ours = wrapped.weights(), []
     for step in range(STEPS):
@@ -126,8 +128,7 @@ def parity(
         return None
     theirs, their_update = reference(kind, tied, mode, optimizer, accumulation, clip, frozen, one_term, world)
     return {
-        "first gradient": relative(ours[0], theirs[0]),
-        "gradient": max(relative(g, r) for g, r in zip(ours, theirs, strict=True)),  # of weights that differ by now
+        "gradient": max(relative(g, r) for g, r in zip(ours, theirs, strict=True)),
         "parameter": max(worst(g, r) for g, r in zip(ours, theirs, strict=True)),
         "update": relative(update, their_update),
     }
@@ -137,8 +138,7 @@ def check(ranks, record_property, name, **case):
     errors = ranks.run(parity, name, timeout=120, **case)[0]
     for what, error in errors.items():
         record_property(what, error)
-    assert errors["first gradient"] <= 1e-5
-    assert errors["gradient"] <= 1e-4
+    assert errors["gradient"] <= 1e-5
     assert errors["parameter"][0] <= 1e-4, errors["parameter"][1]
     assert errors["update"] <= 1e-4
 
@@ -188,10 +188,8 @@ def test_parity_of_three_ranks(three_ranks, record_property, name):
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "fsdp2_one_group", "fsdp2_accelerate"])
-@pytest.mark.xfail(
-    strict=True, reason="FSDP2 keeps a unit gathered after a forward without backward, also a stock one"
-)
 def test_scoring_between_backward_and_step(two_ranks, record_property, name):
+    """After a forward without backward FSDP2 keeps the root gathered, which then misses the optimizer step."""
     check(two_ranks, record_property, name, score="after")
 
 
