@@ -10,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import BitsAndBytesConfig, ProcessorMixin, Trainer
 from trl import GRPOConfig
 
+from longstraw_dist import LongStrawConfig, attach
 from longstraw_dist.integrations.trl import LongStrawGRPOConfig, LongStrawGRPOTrainer
 
 from .models import tiny
@@ -167,3 +168,10 @@ def test_fsdp_leaves_log_probs_in_float32(construct, under_fsdp):
     under_fsdp(plugin)
     construct()
     assert plugin.mixed_precision_policy == MixedPrecisionPolicy(torch.bfloat16, torch.float32, None)
+
+
+def test_a_model_attached_with_other_settings(construct):
+    model = attach(tiny("llama", vocab_size=len(CHARACTERS)), LongStrawConfig(prompt_grad="detached"))
+    with pytest.raises(ValueError, match="attached with .*detached"):
+        construct(model=model)
+    construct({"prompt_grad": "detached"}, model=model)

@@ -73,6 +73,11 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         if not is_attached(self.model):
             attach(self.model, args.longstraw())
         self._attachment = attachment_of(self.model)
+        if self._attachment.config != args.longstraw():
+            raise ValueError(
+                f"the model is attached with {self._attachment.config}, which args differ from: pass it as it is "
+                "before attach(), or with the same settings."
+            )
         if args.cast_lm_head_to_fp32:
             for attachment in filter(None, (self._attachment, self._reference)):
                 keep_out_of_autocast(attachment.blueprint.head)
