@@ -6,6 +6,7 @@ packed one stands in for it while such a call lasts.
 """
 
 import contextlib
+import copy
 import functools
 import gc
 import types
@@ -61,11 +62,19 @@ class LongStrawOutput(ModelOutput):
 
     @functools.cached_property
     def anchor(self) -> Tensor:
-        return self.scores[:, :0].sum()
+        with self._as_computed():
+            return self.scores[:, :0].sum()
 
     def _split(self, kind: int) -> list[Tensor]:
         """One tensor a response, of its own storage: a view would keep them all."""
-        return [t.clone() for t in self.scores[kind].split(self.lengths)] if self.lengths else []
+        with self._as_computed():
+            return [t.clone() for t in self.scores[kind].split(self.lengths)] if self.lengths else []
+
+    @contextlib.contextmanager
+    def _as_computed(self) -> Iterator[None]:
+        """Differentiable if the scores are, wherever they are first looked at: a metric's `no_grad`, for one."""
+        with torch.inference_mode(self.scores.is_inference()), torch.set_grad_enabled(self.scores.requires_grad):
+            yield
 
 
 def attach(model: PreTrainedModel, config: LongStrawConfig | None = None) -> PreTrainedModel:
@@ -110,13 +119,17 @@ def attach(model: PreTrainedModel, config: LongStrawConfig | None = None) -> Pre
     wrapping.mark_leaves(attachment.blueprint.layers)
     vars(model)["_longstraw"] = attachment
 
-    stock = model.forward
+    patched = vars(model).get("forward")  # by TRL or accelerate, on the instance
 
     @functools.wraps(type(model).forward)  # generate() and Trainer read the signature
     def forward(self, *args, prompt_groups=None, temperature=1.0, **kwargs):
-        if prompt_groups is None:
-            return stock(*args, **kwargs)
-        return attachment_of(self).run(prompt_groups, temperature, (*args, *kwargs))
+        if prompt_groups is not None:
+            return attachment_of(self).run(prompt_groups, temperature, (*args, *kwargs))
+        if patched is None:
+            return type(self).forward(self, *args, **kwargs)
+        if isinstance(patched, types.MethodType):  # not bound to the model that a copy was made of
+            return patched.__func__(self, *args, **kwargs)
+        return patched(*args, **kwargs)
 
     model.forward = types.MethodType(forward, model)
     return model
@@ -152,10 +165,24 @@ class Attachment:
         self.model, self.config = model, config
         self.blueprint = Blueprint(model)
         self.meter = Meter()
-        self.pending: Callable[[], Graph | None] = lambda: None  # the graph of the last call, while it lives
+        self._forget()
+
+    def _forget(self) -> None:
+        self.pending: weakref.ref[Graph] | None = None  # the graph of the last call, while it lives
         self.engine = "none"  # that called last
         self.progress = Progress()  # of the last call's backward
         self.failed: str | None = None  # what a backward that ended in the middle has left behind
+
+    def __deepcopy__(self, memo: dict) -> "Attachment":
+        twin = object.__new__(Attachment)
+        memo[id(self)] = twin
+        twin.model, twin.config, twin.meter = copy.deepcopy(self.model, memo), self.config, Meter()
+        twin.blueprint = copy.deepcopy(self.blueprint, memo)
+        twin._forget()
+        return twin
+
+    def __reduce__(self):
+        raise TypeError("an attached model cannot be pickled: use save_pretrained, or save its state_dict.")
 
     @property
     def exact_layers(self) -> int:
@@ -169,7 +196,10 @@ class Attachment:
         if not recording:
             wrapping.reshard_after(self.model)
         try:
-            fault = self._find_fault(groups, temperature, unknown, recording, device)
+            try:
+                fault = self._find_fault(groups, temperature, unknown, recording, device)
+            except Exception as error:  # whatever it is, the other ranks wait to hear of it
+                fault = f"the input cannot be checked: {error!r}"
             fault = wrapping.agree(fault, recording, device)
             if fault is not None:
                 raise ValueError(fault)
@@ -191,7 +221,7 @@ class Attachment:
 
     def _fail(self) -> None:
         """Notes that a backward ended in the middle, and whether the engine minds."""
-        self.progress, self.pending = Progress(), lambda: None
+        self.progress, self.pending = Progress(), None
         self.failed = wrapping.AFTER_FAILURE.get(self.engine)
 
     def recover(self) -> None:
@@ -213,11 +243,13 @@ class Attachment:
             )
         if self.model.training and (fault := find_dropout(self.model)) is not None:
             return fault
+        if (fault := self.blueprint.find_change(self.model)) is not None:
+            return fault
         vocabulary = self.model.config.vocab_size
         return wrapping.find_fault(self.model, self.blueprint) or find_fault(groups, temperature, vocabulary, device)
 
     def _has_pending_graph(self) -> bool:
-        if self.progress.begun or self.pending() is None:
+        if self.progress.begun or self.pending is None or self.pending() is None:
             return False
         gc.collect()  # a graph that only a cycle keeps alive will see no backward
         return self.pending() is not None
@@ -244,9 +276,7 @@ class Attachment:
         for i, module in enumerate(plan.layers):
             last = i == len(plan.layers) - 1
             exact = i >= first_exact
-            layer = Layer(
-                module, i, plan.config, packed, self.windows[i], exact, last, self.meter, self._backward, progress
-            )
+            layer = Layer(module, i, plan.config, packed, exact, last, self.meter, self._backward, progress)
             x_prompt, x_response = self._call(module, LayerOperation, (layer,), (x_prompt, x_response))
         rows = functools.partial(
             Rows, packed=packed, chunk_size=config.head_chunk_size, meter=self.meter, guard=self._backward
@@ -270,13 +300,6 @@ class Attachment:
         stock = module.forward
         with replaced_forward(module, packed_forward):
             return module(*hidden)
-
-    @functools.cached_property
-    def windows(self) -> list[int | None]:
-        """The sliding window of each layer's attention, in tokens."""
-        config = self.model.config
-        kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(self.blueprint.layers)
-        return [getattr(config, "sliding_window", None) if kind == "sliding_attention" else None for kind in kinds]
 
 
 @contextlib.contextmanager
@@ -320,5 +343,15 @@ def refuse_inexact(model: PreTrainedModel) -> None:
             f"attn_implementation={model.config._attn_implementation!r} may be another function than the softmax "
             f"attention that runs in its place: choose one of {', '.join(ATTENTIONS)}."
         )
+    if any(vars(m).get("config", model.config) is not model.config for m in model.modules()):
+        raise ValueError(
+            "model.config is not the object that its layers read: set its fields instead of replacing it."
+        )
+    decoder = model.get_decoder()
+    for name, module in (("the decoder", decoder), ("the LM head", model.get_output_embeddings())):
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise ValueError(f"a forward hook on {name} would see packed tokens: remove it, or hook a module inside.")
+    if "forward" in vars(decoder):
+        raise ValueError("the decoder's forward is patched, and would not run: patch a module inside of it.")
     if getattr(model, "is_quantized", False):
         raise ValueError("a quantized model is not supported: load it in float32, bfloat16 or float16.")

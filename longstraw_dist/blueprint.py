@@ -66,6 +66,7 @@ class Blueprint:
             else:
                 self.ghost._modules[n] = stubs[c] if c in stubs else bare(c)
         self.norm = self._prove(model, base, stubs)
+        self.modules = named_modules(model)
 
     def _prove(self, model: PreTrainedModel, base: nn.Module, stubs: dict[nn.Module, Stub]) -> nn.Module:
         """Runs the whole model on its ghost and checks, storage by storage, that it is a chain. Returns the norm."""
@@ -91,6 +92,14 @@ class Blueprint:
             raise ValueError(f"{kind} calls its layers without `cache`.")
         return norms[0]
 
+    def find_change(self, model: PreTrainedModel) -> str | None:
+        """Names a module that is not the one that `attach` saw, whose gradient would be lost; or `None`."""
+        now = named_modules(model)
+        for name in now.keys() | self.modules.keys():
+            if now.get(name) is not self.modules.get(name):
+                return f"{name} was replaced after attach(): resize, add adapters or swap modules before it."
+        return None
+
     @property
     def device(self) -> torch.device:
         """Where the model computes: there lie its buffers, which an engine neither shards nor offloads."""
@@ -107,6 +116,17 @@ class Blueprint:
         segment.calls = [{k: v for k, v in stub.kwargs.items() if k != "cache"} for stub in self.stubs]
         for stub in self.stubs:
             stub.forget()
+
+
+def named_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The modules that a blueprint stands on: the decoder's children, its layers and the head."""
+    base = model.get_decoder()
+    children = dict(base.named_children())
+    lists = {
+        f"{n}.{i}": layer for n, c in children.items() if isinstance(c, nn.ModuleList) for i, layer in enumerate(c)
+    }
+    ends = {"the input embedding": model.get_input_embeddings(), "the LM head": model.get_output_embeddings()}
+    return {**children, **lists, **ends}
 
 
 def bare(module: nn.Module) -> nn.Module:

@@ -48,7 +48,6 @@ class Layer:
     index: int
     config: Any  # the model's, whose attention is swapped while a segment runs
     packed: Packed
-    window: int | None  # of the layer's attention
     exact: bool  # whether the gradient reaches the prompt here
     last: bool  # nothing reads the prompt's output of the last layer
     meter: Meter
@@ -71,7 +70,7 @@ class LayerOperation(torch.autograd.Function):
         y_prompt, y_response, states, kept = None, None, [], []
         with no_checkpointing(layer.module), ctx.autocast.restored():
             for group in layer.packed.groups:
-                state = KeyValueState(group.captured, layer.window)
+                state = KeyValueState(group.captured)
                 for chunk in group.chunks:
                     view = state.open(chunk, capture_only=layer.last)
                     y = run(layer, stock, chunk, x_prompt[:, chunk.rows], view)
@@ -149,7 +148,8 @@ class Gradients:
     def vjp(self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
         """Gradient with respect to `inputs`; the parameters' is added to the sums."""
         cotangents = [c.to(o.dtype) for o, c in zip(outputs, cotangents, strict=True)]
-        grads = torch.autograd.grad(outputs, [*inputs, *self.trainable], cotangents, allow_unused=True)
+        with no_hooks(self.trainable):
+            grads = torch.autograd.grad(outputs, [*inputs, *self.trainable], cotangents, allow_unused=True)
         for i, g in enumerate(grads[len(inputs) :]):
             if g is None:
                 continue
@@ -207,6 +207,19 @@ class Autocast:
 
     def restored(self):
         return torch.autocast(self.device, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
+
+
+@contextlib.contextmanager
+def no_hooks(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Hooks that a user registered on parameters wait for the whole gradient, which autograd hands them afterwards."""
+    hooked = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
+    for hooks, _ in hooked:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in hooked:
+            hooks.update(before)
 
 
 @contextlib.contextmanager

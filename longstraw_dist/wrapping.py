@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
 
 from .blueprint import Blueprint
 
@@ -39,8 +40,12 @@ def mark_leaves(layers: list[nn.Module]) -> None:
             set_z3_leaf_module(layer, True)
 
 
-def find_fault(model: nn.Module, blueprint: Blueprint) -> str | None:
+def find_fault(model: PreTrainedModel, blueprint: Blueprint) -> str | None:
     """What is wrong with how the model is wrapped, or `None`. The same on every rank; costs no collective."""
+    if vars(model).get("_is_fsdp_managed_module") and not isinstance(model, FSDPModule):
+        return "FSDP1 is not supported, it replaces the parameters: use FSDP2 (fully_shard, or fsdp_version: 2)."
+    if isinstance(model.get_decoder(), FSDPModule):
+        return "the decoder is a fully_shard unit of its own, which is never called: shard its layers and the model."
     for i, layer in enumerate(blueprint.layers):
         for p in layer.parameters():
             if is_zero3(p) and "ds_z3_leaf_module" not in vars(p):

@@ -1,10 +1,13 @@
 """Each wrong call raises a ValueError that names the value, before the model runs; the next good call is right."""
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
 import transformers
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from longstraw_dist import LongStrawConfig, PromptGroup, attach
@@ -13,6 +16,7 @@ from longstraw_dist.attach import attachment_of
 from .models import ragged, tiny, weigh
 from .reference import gradients, relative, stock_rows
 
+CPU = torch.device("cpu")
 IDS = torch.tensor([1, 2, 3])
 BAD_CALLS = {
     "empty prompt": ([PromptGroup(IDS[:0], [IDS])], 1.0, r"prompt_groups\[0\].prompt_ids is empty"),
@@ -97,6 +101,14 @@ def test_attach_after_wrapping():
         torch.distributed.fsdp.fully_shard(sharded)
         with pytest.raises(ValueError, match="got a FSDPLlamaForCausalLM"):
             attach(sharded)
+        decoder = attach(tiny("llama"))
+        torch.distributed.fsdp.fully_shard(decoder.model)
+        with pytest.raises(ValueError, match="the decoder is a fully_shard unit of its own"):
+            decoder(prompt_groups=ragged())
+        for original in (False, True):
+            fsdp1 = FullyShardedDataParallel(attach(tiny("llama")), use_orig_params=original, device_id=CPU)
+            with pytest.raises(ValueError, match="FSDP1 is not supported"):
+                fsdp1(prompt_groups=ragged())
     finally:
         torch.distributed.destroy_process_group()
 
@@ -131,3 +143,57 @@ def test_rope_that_depends_on_the_call():
 def test_more_exact_layers_than_layers():
     with pytest.raises(ValueError, match="prompt_grad='last:4' asks for more than the 3 layers"):
         attach(tiny("llama"), LongStrawConfig(prompt_grad="last:4"))
+
+
+def swap_head(model):
+    model.lm_head = torch.nn.Linear(32, 97, bias=False)
+
+
+def swap_layer(model):
+    model.model.layers[1] = tiny("llama", seed=1).model.layers[1]
+
+
+@pytest.mark.parametrize(
+    ("swap", "named"),
+    [
+        (lambda model: model.resize_token_embeddings(120), "the LM head|embed_tokens|the input embedding"),
+        (swap_head, "the LM head was replaced"),
+        (swap_layer, "layers.1 was replaced"),
+        (lambda model: setattr(model.model, "rotary_emb", tiny("llama").model.rotary_emb), "rotary_emb was replaced"),
+    ],
+)
+def test_modules_swapped_after_attach(model, swap, named):
+    """The new one would get no gradient."""
+    swap(model)
+    with pytest.raises(ValueError, match=named):
+        model(prompt_groups=ragged())
+
+
+def test_what_packed_tokens_would_pass_by():
+    model = tiny("llama")
+    model.lm_head.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="a forward hook on the LM head"):
+        attach(model)
+    model = tiny("llama")
+    model.model.forward = model.model.forward
+    with pytest.raises(ValueError, match="the decoder's forward is patched"):
+        attach(model)
+    model = tiny("llama")
+    model.config = copy.deepcopy(model.config)
+    with pytest.raises(ValueError, match="not the object that its layers read"):
+        attach(model)
+    model = tiny("llama")
+    model.config._attn_implementation = "mine"
+    with pytest.raises(ValueError, match="attn_implementation='mine'"):
+        attach(model)
+
+
+def test_an_input_that_cannot_be_checked(model):
+    with pytest.raises(ValueError, match="cannot be checked: OverflowError"):
+        model(prompt_groups=ragged(), temperature=10**400)
+    check_good_call(model)
+
+
+def test_pickle(model):
+    with pytest.raises(TypeError, match="use save_pretrained"):
+        pickle.dumps(model)

@@ -98,15 +98,22 @@ def test_signature_is_the_models_own():
 
 def test_deepcopy_is_independent():
     model = attach(tiny("llama"))
+    pending = model(prompt_groups=ragged())
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for p in twin.parameters():
             p.mul_(1.1)
+    assert not torch.equal(twin(input_ids=IDS).logits, model(input_ids=IDS).logits)
+    twin(input_ids=IDS).logits.sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    twin.zero_grad()
+    del pending
     out = twin(prompt_groups=ragged())
     weigh(out.logps, out.entropies).backward()
     assert all(p.grad is None for p in model.parameters())
     reference = tiny("llama")
     reference.load_state_dict(twin.state_dict())
+    assert torch.equal(twin(input_ids=IDS).logits, reference(input_ids=IDS).logits)
     weigh(*stock_rows(reference, ragged())).backward()
     assert relative(gradients(twin), gradients(reference)) <= 1e-5
 

@@ -205,3 +205,36 @@ def test_bfloat16(kind):
         ratios.append(relative(gradients(model), reference) / stock)
     print("bf16: ours over stock", ratios)
     assert statistics.median(ratios) <= 1.1
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_outputs_first_looked_at_by_a_metric_stay_differentiable(context):
+    model = tiny("llama")
+    weigh(*stock_rows(model, ragged())).backward()
+    reference = gradients(model)
+    model.zero_grad()
+    out = attach(model)(prompt_groups=ragged())
+    with context():
+        assert torch.isfinite(sum(t.sum() for t in (*out.logps, *out.entropies, out.anchor)))
+    (weigh(out.logps, out.entropies) + out.anchor).backward()
+    assert relative(gradients(model), reference) <= 1e-5
+
+
+def test_hooks_on_parameters_see_the_whole_gradient_once():
+    grads = []
+    for ours in (False, True):
+        model, calls = tiny("llama"), []
+        for p in model.parameters():
+            p.register_hook(lambda g, calls=calls: calls.append(1) or 2 * g.clamp(-0.1, 0.1))
+        if ours:
+            out = attach(model, LongStrawConfig(prompt_chunk_size=8))(prompt_groups=ragged())
+            weigh(out.logps, out.entropies).backward()
+        else:
+            weigh(*stock_rows(model, ragged())).backward()
+        assert len(calls) == len(list(model.parameters()))
+        grads.append(gradients(model))
+    assert relative(grads[1], grads[0]) <= 1e-5
+
+
+def test_a_window_that_the_model_does_not_use():
+    check(tiny("llama", sliding_window=6), ragged(), LongStrawConfig(prompt_chunk_size=8))

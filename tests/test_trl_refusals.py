@@ -172,6 +172,6 @@ def test_fsdp_leaves_log_probs_in_float32(construct, under_fsdp):
 
 def test_a_model_attached_with_other_settings(construct):
     model = attach(tiny("llama", vocab_size=len(CHARACTERS)), LongStrawConfig(prompt_grad="detached"))
-    with pytest.raises(ValueError, match="attached with .*detached"):
+    with pytest.raises(ValueError, match=r"attached with .*detached"):
         construct(model=model)
     construct({"prompt_grad": "detached"}, model=model)

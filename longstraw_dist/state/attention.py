@@ -48,18 +48,17 @@ class View:
 
 
 class KeyValueState:
-    """K and V of one prompt in one layer. With `window`, a segment reads no more than the last `window - 1`."""
+    """K and V of one prompt in one layer. A layer with a sliding window reads the last of them only (attention.py)."""
 
-    def __init__(self, tokens: int, window: int | None = None):
-        self.tokens, self.window = tokens, window
+    def __init__(self, tokens: int):
+        self.tokens = tokens
         self.buffers: list[Tensor] = []
         self.gradients: list[Tensor] = []
 
     def open(self, segment: Segment, differentiable: bool = False, capture_only: bool = False) -> View:
-        span = self._span(segment)
-        if span.start == span.stop:
+        if not segment.past:
             return View([], segment.lengths, capture_only)
-        k, v = (t[:, :, span].detach().requires_grad_(differentiable) for t in self.buffers)
+        k, v = (t[:, :, : segment.past].detach().requires_grad_(differentiable) for t in self.buffers)
         return View([(k, v)], segment.lengths, capture_only)
 
     def write(self, segment: Segment, view: View) -> None:
@@ -77,7 +76,7 @@ class KeyValueState:
     def accumulate(self, segment: Segment, gradients: list[Tensor]) -> None:
         """Adds the gradient of what a segment read: of its view's leaves."""
         for into, g in zip(self.gradients if gradients else [], gradients, strict=True):
-            into[:, :, self._span(segment)] += g
+            into[:, :, : segment.past] += g
 
     def kept(self) -> list[Tensor]:
         """What backward needs, for `save_for_backward`. The state itself is empty afterwards."""
@@ -94,6 +93,3 @@ class KeyValueState:
 
     def _own(self, segment: Segment) -> slice:
         return slice(segment.past, segment.past + segment.tokens)
-
-    def _span(self, segment: Segment) -> slice:
-        return slice(0 if self.window is None else max(0, segment.past - (self.window - 1)), segment.past)
