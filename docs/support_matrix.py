@@ -20,7 +20,14 @@ from tests.reference import cut_prompt, gradients, relative, stock_rows
 
 README = Path(__file__).parents[1] / "README.md"
 MARKS = "<!-- support matrix: python docs/support_matrix.py -->", "<!-- end of support matrix -->"
-COLUMNS = ("`model_type`", "prompt state", "bytes a token and layer", "log-probs", "gradient", "gradient, detached")
+COLUMNS = (
+    "`model_type`",
+    "prompt state",
+    "bytes a token and layer",
+    "log-probs",
+    "exact",
+    "detached, of its own reference",
+)
 HEADER = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|\n"
 
 

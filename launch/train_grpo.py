@@ -157,7 +157,7 @@ STEP_COLUMNS = {
     "reduce-scatters": ("longstraw/reduce_scatters", "{:.0f}"),
     "all-reduces": ("longstraw/all_reduces", "{:.0f}"),
     "prompt tokens run": ("longstraw/prompt_tokens_captured", "{:,.0f}"),
-    "not run again": ("longstraw/prompt_tokens_saved", "{:,.0f}"),
+    "prompt tokens not run again": ("longstraw/prompt_tokens_saved", "{:,.0f}"),
 }
 
 
@@ -186,14 +186,14 @@ def run_table(steps: list[dict], prompt_grad: str) -> Table:
         f"{name} {mean(f'longstraw/seconds/{name}'):.1f}" for name in ("rollout", "score", "forward", "backward")
     )
     table = Table(title="run", show_header=False)
-    table.add_row("prompt gradient", f"{prompt_grad}: exact in {steps[-1]['longstraw/prompt_grad_layers']:.0f} layers")
+    table.add_row("prompt_grad", f"{prompt_grad} ({steps[-1]['longstraw/prompt_grad_layers']:.0f} layers exact)")
     table.add_row(
         "reward",
         f"{mean('reward', steps[:third]):.3f} in the first third, {mean('reward', steps[-third:]):.3f} in the last",
     )
     table.add_row("seconds of a step", f"{mean('step_time'):.1f}: {', '.join(seconds)}")
     table.add_row("kept for backward", f"hidden states {gib('hidden')}, prompt state {gib('state')}")
-    table.add_row("peak memory", gib("peak"))
+    table.add_row("peak memory of this process", gib("peak"))
     return table
 
 

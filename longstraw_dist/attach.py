@@ -101,7 +101,9 @@ def attach(model: PreTrainedModel, config: LongStrawConfig | None = None) -> Pre
         `ValueError`: for a type, a setting or a wrapping that is not supported, naming it and what to do.
     """
     config = config or LongStrawConfig()
-    wrapping.refuse_wrapped(model)
+    if isinstance(model, nn.Module):
+        wrapping.refuse_wrapped(model)
+        refuse_adapters(model)
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
         raise ValueError(f"attach() got a {type(model).__name__}: pass a transformers causal LM.")
     if is_attached(model):
@@ -328,6 +330,11 @@ def find_dropout(model: nn.Module) -> str | None:
     return None
 
 
+def refuse_adapters(model: nn.Module) -> None:
+    if type(model).__module__.startswith("peft.") or any("lora_" in name for name, _ in model.named_parameters()):
+        raise ValueError("PEFT adapters are not supported yet: train all parameters, or merge the adapter first.")
+
+
 def refuse_inexact(model: PreTrainedModel) -> None:
     """Raises `ValueError` for a setting of the model under which a run in segments differs from the stock one."""
     rope = getattr(model.config, "rope_parameters", None) or {}
@@ -336,8 +343,6 @@ def refuse_inexact(model: PreTrainedModel) -> None:
             f"rope_type={rope['rope_type']!r} depends on the length of each call, so a prompt in chunks would differ: "
             'use "default", "linear", "llama3" or "yarn".'
         )
-    if getattr(model, "peft_config", None) or any("lora_" in name for name, _ in model.named_parameters()):
-        raise ValueError("PEFT adapters are not supported yet: train all parameters, or merge the adapter first.")
     if model.config._attn_implementation not in ATTENTIONS:
         raise ValueError(
             f"attn_implementation={model.config._attn_implementation!r} may be another function than the softmax "

@@ -212,7 +212,7 @@ def test_tables_and_plot(tmp_path):
     console.print(train_grpo.step_table(steps[:3]), train_grpo.run_table(steps[:3], "exact"))
     text = console.export_text()
     assert "3.00 GiB" in text
-    assert "exact in" in text
+    assert "layers exact" in text
     assert " kl " not in text
     with pytest.raises(KeyError, match="all_gathers"):
         train_grpo.step_table([{"step": 1, "reward": 0.0, "entropy": 0.0, "step_time": 0.0}])

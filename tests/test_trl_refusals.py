@@ -12,6 +12,7 @@ from trl import GRPOConfig
 
 from longstraw_dist import LongStrawConfig, attach
 from longstraw_dist.integrations.trl import LongStrawGRPOConfig, LongStrawGRPOTrainer
+from longstraw_dist.integrations.trl.trainer import refuse_apart
 
 from .models import tiny
 from .trl_fixtures import CHARACTERS, prompts, reward, tokenizer
@@ -97,7 +98,7 @@ def test_adapters(construct, config):
 def test_a_model_with_adapters(construct):
     config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
     model = peft.get_peft_model(tiny("llama", vocab_size=len(CHARACTERS)), config)
-    with pytest.raises(ValueError, match="Peft"):
+    with pytest.raises(ValueError, match="PEFT adapters are not supported"):
         construct(model=model)
     with pytest.raises(ValueError, match="PEFT adapters are not supported"):
         construct(model=model.get_base_model())
@@ -175,3 +176,10 @@ def test_a_model_attached_with_other_settings(construct):
     with pytest.raises(ValueError, match=r"attached with .*detached"):
         construct(model=model)
     construct({"prompt_grad": "detached"}, model=model)
+
+
+def test_processes_that_would_train_apart(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refuse_apart(2)
+    with pytest.raises(ValueError, match="2 processes were launched, but accelerate trains with 1"):
+        refuse_apart(1)

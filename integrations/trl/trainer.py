@@ -7,6 +7,7 @@ checkpoints and logging are the parent's.
 """
 
 import dataclasses
+import os
 from typing import Any
 
 import torch
@@ -81,10 +82,9 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         if args.cast_lm_head_to_fp32:
             for attachment in filter(None, (self._attachment, self._reference)):
                 keep_out_of_autocast(attachment.blueprint.head)
-        logger.info(
-            f"longstraw-dist: prompt_grad={args.prompt_grad}, exact in {self._attachment.exact_layers} of "
-            f"{len(self._attachment.blueprint.layers)} layers"
-        )
+        exact, layers = self._attachment.exact_layers, len(self._attachment.blueprint.layers)
+        log = logger.info if exact == layers else logger.warning
+        log(f"prompt_grad={args.prompt_grad}: the prompt's gradient is exact in {exact} of {layers} layers")
 
     @property
     def ref_model(self):
@@ -98,6 +98,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
+        refuse_apart(self.accelerator.num_processes)
         if not self.is_fsdp_enabled:
             return
         plugin = self.accelerator.state.fsdp_plugin
@@ -213,8 +214,9 @@ def shuffle_groups(batch: dict[str, Any]) -> dict[str, Any]:
     )
     rows = iter(row for row, _ in order)
     members = [[next(rows) for _ in group.response_ids] for group in groups]
-    shuffled = [members[i] for i in torch.randperm(len(members)).tolist()]
-    permutation = [row for group in sorted(shuffled, key=len, reverse=True) for row in group]
+    place = torch.randperm(len(order)).tolist()  # as many random numbers as the parent draws: the same rollouts follow
+    members.sort(key=lambda rows: (-len(rows), min(place[row] for row in rows)))
+    permutation = [row for rows in members for row in rows]
 
     def permute(value):
         if value is None or (isinstance(value, Tensor) and value.ndim == 0):
@@ -222,6 +224,17 @@ def shuffle_groups(batch: dict[str, Any]) -> dict[str, Any]:
         return value[permutation] if isinstance(value, Tensor) else [value[i] for i in permutation]
 
     return {key: permute(value) for key, value in batch.items()}
+
+
+def refuse_apart(processes: int) -> None:
+    """Raises `ValueError` if this process trains with fewer others than were launched with it: accelerate can start
+    them so on a CPU, and each would train a model of its own."""
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes != launched:
+        raise ValueError(
+            f"{launched} processes were launched, but accelerate trains with {processes}: they would train apart. On "
+            "a CPU start with configs/accelerate/zero3_cpu.yaml, DS_ACCELERATOR=cpu and ddp_backend=gloo."
+        )
 
 
 def refuse_inexact(args, processing_class, train_dataset, eval_dataset, kwargs: dict[str, Any]) -> None:
