@@ -26,7 +26,7 @@ COLUMNS = (
     "bytes a token and layer",
     "log-probs",
     "exact",
-    "detached, of its own reference",
+    "detached (see below)",
 )
 HEADER = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|\n"
 

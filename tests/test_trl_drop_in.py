@@ -7,6 +7,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, training_args
 from trl import GRPOTrainer, TrlParser
+from trl.trainer.utils import shuffle_sequence_dict
 
 from longstraw_dist.attach import is_attached
 from longstraw_dist.groups import find_groups
@@ -269,6 +270,17 @@ def test_shuffle_keeps_groups_and_loses_nothing():
         orders.add(tuple(groups))
     assert len(orders) > 5, "it shuffles"
     assert torch.equal(batch["advantages"], torch.arange(16.0)), "in place"
+
+
+def test_shuffle_draws_as_the_parents_does():
+    """So that the rollouts that follow are the parent's, at the same seed."""
+    batch = batch_of(4, 4, 4, 4)
+    states = []
+    for shuffle in (shuffle_groups, shuffle_sequence_dict):
+        torch.manual_seed(0)
+        shuffle(batch)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
 
 
 @pytest.mark.parametrize(
