@@ -11,7 +11,7 @@ together and hold shards (`check_sharding`); one line a step; at the end a table
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from accelerate.utils import DistributedType
 from datasets import load_dataset
 from rich.console import Console
 from rich.table import Table
-from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback
 from trl import (
@@ -38,6 +37,7 @@ from trl import (
 )
 
 from longstraw_dist.integrations.trl import LongStrawGRPOConfig, LongStrawGRPOTrainer
+from longstraw_dist.wrapping import shard_size
 
 matplotlib.use("Agg")
 
@@ -77,17 +77,6 @@ def load_reward(path: str) -> Callable:
     return getattr(importlib.import_module(module), name)
 
 
-def shard_sizes(model: torch.nn.Module, kind: DistributedType) -> dict[str, tuple[int, int]]:
-    """Name -> (elements this rank holds, elements of the whole parameter)."""
-    if kind == DistributedType.DEEPSPEED:
-        named: Iterator[tuple[str, Any]] = model.named_parameters()  # DeepSpeed adds attributes to each
-        return {name: (p.ds_tensor.numel(), p.ds_numel) for name, p in named}
-    return {
-        name: (p.to_local().numel() if isinstance(p, DTensor) else p.numel(), p.numel())
-        for name, p in model.named_parameters()
-    }
-
-
 def check_sharding(model: torch.nn.Module, accelerator: Accelerator) -> str:
     """Raises `RuntimeError` if the launched processes train apart or hold whole parameters; else says how they train.
 
@@ -112,7 +101,7 @@ def check_sharding(model: torch.nn.Module, accelerator: Accelerator) -> str:
     if kind not in (DistributedType.DEEPSPEED, DistributedType.FSDP):
         return f"{world} processes, a whole replica each ({kind.value})"
 
-    sizes = shard_sizes(model, kind)
+    sizes = {name: shard_size(p) for name, p in model.named_parameters()}
     # A parameter with fewer rows than ranks lies whole on one of them; what ZeRO-3 cuts is at most padded to one more.
     whole = [name for name, (local, full) in sizes.items() if full >= 1024 and local >= full]
     if whole:

@@ -114,11 +114,10 @@ def attach(model: PreTrainedModel, config: LongStrawConfig | None = None) -> Pre
     if (fault := find_dropout(model)) is not None:
         raise ValueError(fault)
     attachment = Attachment(model, config)
-    if exact_layers(config.prompt_grad, len(attachment.blueprint.layers)) > len(attachment.blueprint.layers):
-        raise ValueError(
-            f"prompt_grad={config.prompt_grad!r} asks for more than the {len(attachment.blueprint.layers)} layers."
-        )
-    wrapping.mark_leaves(attachment.blueprint.layers)
+    layers = attachment.blueprint.layers
+    if attachment.exact_layers > len(layers):
+        raise ValueError(f"prompt_grad={config.prompt_grad!r} asks for more than the {len(layers)} layers.")
+    wrapping.mark_leaves(layers)
     vars(model)["_longstraw"] = attachment
 
     patched = vars(model).get("forward")  # by TRL or accelerate, on the instance
@@ -259,7 +258,7 @@ class Attachment:
     def _run(self, groups, temperature, recording: bool, device: torch.device) -> LongStrawOutput:
         plan, config = self.blueprint, self.config
         packed = pack(groups, config, device)
-        self.meter.begin(len(packed.prompt_ids), packed.tokens_saved, len(packed.response_ids), recording)
+        self.meter.begin(len(packed.prompt_ids), packed.tokens_saved, recording)
 
         embedded = plan.embedding(torch.cat([packed.prompt_ids, packed.response_ids])[None])
         split = len(packed.prompt_ids)

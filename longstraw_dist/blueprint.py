@@ -114,8 +114,9 @@ class Blueprint:
         with prefix_attention(self.config), torch.no_grad():
             self.ghost(inputs_embeds=x, position_ids=segment.positions(like.device), use_cache=False)
         segment.calls = [{k: v for k, v in stub.kwargs.items() if k != "cache"} for stub in self.stubs]
-        for stub in self.stubs:
-            stub.forget()
+        for stub in self.ghost.modules():
+            if isinstance(stub, Stub):
+                stub.forget()
 
 
 def named_modules(model: PreTrainedModel) -> dict[str, nn.Module]:

@@ -19,28 +19,22 @@ class Meter:
     Counts of one attached model since `reset()`.
 
     Attributes:
-        calls (`int`): calls with `prompt_groups`.
         prompt_tokens_captured (`int`): prompt tokens that ran, once each.
         prompt_tokens_saved (`int`): prompt tokens that a run response by response would have run again.
-        response_tokens (`int`): response tokens that ran.
         kept_bytes (`dict[str, int]`): largest number of bytes that one call kept for backward, by kind: `"hidden"`
             (hidden states) and `"state"` (the prompt's state).
     """
 
-    calls: int = 0
     prompt_tokens_captured: int = 0
     prompt_tokens_saved: int = 0
-    response_tokens: int = 0
     kept_bytes: dict[str, int] = field(default_factory=dict)
     _kept: Counter = field(default_factory=Counter)
     _recording: bool = False
 
-    def begin(self, captured: int, saved: int, responses: int, recording: bool) -> None:
+    def begin(self, captured: int, saved: int, recording: bool) -> None:
         """A call starts; `recording` if it keeps anything for a backward."""
-        self.calls += 1
         self.prompt_tokens_captured += captured
         self.prompt_tokens_saved += saved
-        self.response_tokens += responses
         self._kept, self._recording = Counter(), recording
 
     def keeps(self, kind: str, tensors: Iterable[Tensor]) -> None:

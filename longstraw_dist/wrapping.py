@@ -55,7 +55,7 @@ def find_fault(model: PreTrainedModel, blueprint: Blueprint) -> str | None:
                     '"zero_optimization".'
                 )
             break
-        if any(isinstance(m, FSDPModule) for m in list(layer.modules())[1:]):
+        if any(unit is not layer for unit in fsdp2_units(layer)):
             return f"a module inside layer {i} is a fully_shard unit of its own: shard whole layers."
     if isinstance(model, FSDPModule):
         dtype = model._get_fsdp_state()._mp_policy.output_dtype
@@ -66,15 +66,26 @@ def find_fault(model: PreTrainedModel, blueprint: Blueprint) -> str | None:
     return None
 
 
+def fsdp2_units(module: nn.Module) -> list[Any]:
+    """What `fully_shard` was applied to, inside the module or itself."""
+    return [m for m in module.modules() if isinstance(m, FSDPModule)]
+
+
 def is_zero3(p: Tensor) -> bool:
     return "ds_id" in vars(p)
 
 
+def shard_size(p: Tensor) -> tuple[int, int]:
+    """Elements of a parameter that this rank holds, and of the whole."""
+    if is_zero3(p):
+        return p.ds_tensor.numel(), p.ds_numel  # type: ignore[attr-defined]
+    return p.to_local().numel() if isinstance(p, DTensor) else p.numel(), p.numel()
+
+
 def is_partitioned(p: Tensor) -> bool:
     """Whether this rank holds only its shard of a parameter."""
-    if is_zero3(p):
-        return p.ds_tensor.numel() < p.ds_numel  # type: ignore[attr-defined]
-    return isinstance(p, DTensor) and p.to_local().numel() < p.numel()
+    local, whole = shard_size(p)
+    return local < whole
 
 
 def engine_of(model: nn.Module) -> str:
@@ -106,7 +117,7 @@ def reshard_after(model: nn.Module) -> None:
 
     def reshard(*_) -> None:  # runs behind FSDP2's own hook, which is older
         hook.remove()
-        for unit in (m for m in model.modules() if isinstance(m, FSDPModule)):
+        for unit in fsdp2_units(model):
             unit.reshard()
 
     hook = model.register_forward_hook(reshard, always_call=True)
@@ -129,7 +140,7 @@ def recover(model: nn.Module, engine: str) -> None:
     if not isinstance(model, FSDPModule):
         raise ValueError(AFTER_FAILURE[engine])
     model.reset_iter_state()
-    for unit in (m for m in model.modules() if isinstance(m, FSDPModule)):
+    for unit in fsdp2_units(model):
         unit.unshard()  # the gradients of gathered parameters outlive the reset, and the optimizer's zero_grad
         unit.zero_grad()
         unit.reshard()

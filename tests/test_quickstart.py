@@ -125,7 +125,7 @@ def accelerator(processes: int, kind: str = "DEEPSPEED", stage: int = 3):
 def zero3_linear(local: int) -> torch.nn.Module:
     """A layer of 2,048 parameters, of which this rank holds `local`, as ZeRO-3 marks them."""
     layer = torch.nn.Linear(32, 64, bias=False)
-    layer.weight.ds_numel, layer.weight.ds_tensor = 2048, torch.empty(local)
+    layer.weight.ds_id, layer.weight.ds_numel, layer.weight.ds_tensor = 0, 2048, torch.empty(local)
     return layer
 
 
