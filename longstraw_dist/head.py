@@ -2,7 +2,7 @@
 
     M response rows   H hidden   V vocabulary   C rows of a chunk
 
-    z_CV = head(x_CH) / temperature,  lse_C = logsumexp(z)
+    z_CV = finish(head(x_CH)) / temperature,  lse_C = logsumexp(z)
     logp = z[target] - lse,  entropy = lse - sum_v p_v z_v
     dz   = g_logp (onehot(target) - p) - g_entropy p (log p + entropy)
 
@@ -33,6 +33,11 @@ class Rows:
     meter: Meter
     guard: Callable[[], AbstractContextManager]
     temperature: float = 1.0
+    finish: Callable[[Tensor], Tensor] | None = None  # what the model does with its logits behind the head
+
+    def logits(self, stock: Callable, x: Tensor) -> Tensor:
+        z = stock(x)
+        return z if self.finish is None else self.finish(z)
 
     def chunks(self, tokens: int) -> list[slice]:
         return [slice(b, min(b + self.chunk_size, tokens)) for b in range(0, tokens, self.chunk_size)]
@@ -84,7 +89,7 @@ class HeadOperation(torch.autograd.Function):
         logps, entropies, lses = [], [], []
         with ctx.autocast.restored():
             for c in rows.chunks(x.shape[1]):
-                z = scaled_logits(stock(x[:, c]), rows.temperature)
+                z = scaled_logits(rows.logits(stock, x[:, c]), rows.temperature)
                 lse = z.logsumexp(-1)
                 logps.append(z.gather(-1, rows.packed.targets[c, None])[:, 0] - lse)
                 lses.append(lse)
@@ -108,7 +113,7 @@ class HeadOperation(torch.autograd.Function):
         with rows.guard(), ctx.autocast.restored(), torch.enable_grad():
             for c in rows.chunks(saved.shape[1]):
                 x = saved[:, c].detach().requires_grad_()
-                logits = rows.module.forward(x)
+                logits = rows.logits(rows.module.forward, x)
                 with torch.no_grad():
                     d = scaled_logits(logits.detach(), rows.temperature).sub_(lse[c, None])  # log p, in place
                     weight = -g_logp[c]  # of p, in dz

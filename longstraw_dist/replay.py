@@ -34,7 +34,7 @@ from .state import Captured, KeyValueState, View
 
 @dataclass
 class Progress:
-    """How far the backward of one call has come: the head's operation begins it, the first layer's ends it."""
+    """How far the backward of one call has come: the head's operation begins it, the first trained layer's ends it."""
 
     begun: bool = False
     ended: bool = False
@@ -49,6 +49,7 @@ class Layer:
     config: Any  # the model's, whose attention is swapped while a segment runs
     packed: Packed
     exact: bool  # whether the gradient reaches the prompt here
+    first: bool  # no gradient goes below: nothing there is trained
     last: bool  # nothing reads the prompt's output of the last layer
     meter: Meter
     guard: Callable[[], AbstractContextManager]  # around backward: notes what an exception leaves behind
@@ -91,8 +92,9 @@ class LayerOperation(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if y_prompt is not None and not layer.exact:
             ctx.mark_non_differentiable(y_prompt)
-        layer.meter.keeps("hidden", hidden)
-        layer.meter.keeps("state", state_tensors)
+        if not layer.progress.ended:  # some layer up to here is trained
+            layer.meter.keeps("hidden", hidden)
+            layer.meter.keeps("state", state_tensors)
         return y_prompt, y_response
 
     @staticmethod
@@ -116,7 +118,7 @@ class LayerOperation(torch.autograd.Function):
                 for chunk in reversed(group.chunks) if exact else ():
                     gx_prompt[:, chunk.rows] = again(chunk, x_prompt, g_prompt, captured=True)
                 state.clear()
-        layer.progress.ended |= layer.index == 0
+        layer.progress.ended |= layer.first
         return None, None, gx_prompt if exact else None, gx_response, *gradients.sums()
 
 
