@@ -249,10 +249,10 @@ class Plain:
         o, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=high(q))
         for rows in Plain.blocks(q, k):
             s, _ = Plain.weigh(q, k, rows, causal, mask, scores)
-            l = s.logsumexp(-1)
-            p = (s - l[..., None]).exp()
+            lse_ = s.logsumexp(-1)
+            p = (s - lse_[..., None]).exp()
             o[:, :, rows] = torch.einsum("bkgnt,bktd->bkgnd", p, v.to(high(v))).flatten(1, 2)
-            lse[:, :, rows] = l.flatten(1, 2)
+            lse[:, :, rows] = lse_.flatten(1, 2)
         return o, lse
 
     @staticmethod

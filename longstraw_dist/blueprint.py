@@ -85,7 +85,7 @@ class Blueprint:
         kind = type(model).__name__
         if len(norms) != 1:
             raise ValueError(f"{kind} calls {len(norms)} modules beside its layers, where one norm is known.")
-        sent = x
+        sent: Tensor | None = x
         for stub in (*self.stubs, stubs[norms[0]], self.end):
             if len(stub.args) != 1 or not same(sent, stub.args[0]):
                 raise ValueError(f"{kind} changes the hidden states between its layers, its norm and its head.")
@@ -174,5 +174,5 @@ def bare(module: nn.Module) -> nn.Module:
     return ghost
 
 
-def same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+def same(a: Tensor | None, b: Tensor) -> bool:
+    return a is not None and a.shape == b.shape and a.untyped_storage()._cdata == b.untyped_storage()._cdata

@@ -58,7 +58,8 @@ class NormOperation(torch.autograd.Function):
     def forward(ctx, rows: Rows, stock: Callable, x: Tensor, *parameters: Tensor):
         ctx.rows, ctx.autocast = rows, Autocast(x.device.type)
         ctx.save_for_backward(x)
-        rows.meter.keeps("hidden", [x])
+        if any(ctx.needs_input_grad):
+            rows.meter.keeps("hidden", [x])
         with ctx.autocast.restored():
             return torch.cat([stock(x[:, c]) for c in rows.chunks(x.shape[1])], 1)
 

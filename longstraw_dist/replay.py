@@ -92,7 +92,7 @@ class LayerOperation(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if y_prompt is not None and not layer.exact:
             ctx.mark_non_differentiable(y_prompt)
-        if not layer.progress.ended:  # some layer up to here is trained
+        if any(ctx.needs_input_grad):
             layer.meter.keeps("hidden", hidden)
             layer.meter.keeps("state", state_tensors)
         return y_prompt, y_response

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel
 
 from .blueprint import Blueprint
 
@@ -40,7 +39,7 @@ def mark_leaves(layers: list[nn.Module]) -> None:
             set_z3_leaf_module(layer, True)
 
 
-def find_fault(model: PreTrainedModel, blueprint: Blueprint) -> str | None:
+def find_fault(model: Any, blueprint: Blueprint) -> str | None:
     """What is wrong with how the model is wrapped, or `None`. The same on every rank; costs no collective."""
     if vars(model).get("_is_fsdp_managed_module") and not isinstance(model, FSDPModule):
         return "FSDP1 is not supported, it replaces the parameters: use FSDP2 (fully_shard, or fsdp_version: 2)."

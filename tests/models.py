@@ -1,5 +1,7 @@
 """Tiny random models whose weights are spread, so that the prompt's state matters, and ragged prompt groups."""
 
+from typing import Any
+
 import torch
 import transformers
 from torch import Tensor, nn
@@ -82,6 +84,26 @@ def spread(model: nn.Module, seed: int) -> None:
     for p in model.parameters():
         noise = torch.randn(p.shape, generator=generator)
         p.copy_(noise * p.shape[-1] ** -0.5 if p.dim() > 1 else 1 + 0.3 * noise)
+
+
+def adapted(model: nn.Module, seed: int = 1, **settings) -> Any:
+    """The model in PEFT's, with a LoRA that is not at its initial zero."""
+    import peft
+
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, **settings)).train()
+    drift(model, seed)
+    return model
+
+
+@torch.no_grad()
+def drift(model: nn.Module, seed: int = 1) -> None:
+    """Moves what is trained away from its initial values, those that PEFT draws at random included."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            if "lora_" in name and p.dim() > 1:
+                p.zero_()
+            p.add_(0.5 * torch.randn(p.shape, generator=generator) * p.shape[-1] ** -0.5)
 
 
 def tokens(n: int, generator: torch.Generator, vocabulary: int = VOCABULARY) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from longstraw_dist import LongStrawConfig, attach
 from longstraw_dist.attach import attachment_of
 
-from .models import ragged, spread, tiny, weigh
+from .models import adapted, drift, ragged, spread, tiny, weigh
 from .reference import cut_prompt, gradients, relative, stock_rows, worst
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -26,21 +26,6 @@ ADAPTERS = {
     "bias": ("qwen2", {"target_modules": ATTENTION, "bias": "all"}),
     "experts": ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}),
 }
-
-
-def adapted(kind: str, **settings):
-    """A PEFT model whose adapters are not at their initial zero."""
-    model = peft.get_peft_model(tiny(kind), peft.LoraConfig(r=4, **settings))
-    spread_trainable(model)
-    return model.train()
-
-
-@torch.no_grad()
-def spread_trainable(model):
-    generator = torch.Generator().manual_seed(1)
-    for p in model.parameters():
-        if p.requires_grad:
-            p.add_(0.3 * torch.randn(p.shape, generator=generator) * max(p.shape[-1], 1) ** -0.5)
 
 
 def check(model, config=None, groups=None):
@@ -69,7 +54,7 @@ def check(model, config=None, groups=None):
 @pytest.mark.parametrize("case", ADAPTERS)
 def test_lora(case, mode):
     kind, settings = ADAPTERS[case]
-    reference = check(adapted(kind, **settings), LongStrawConfig(prompt_grad=mode, prompt_chunk_size=8))
+    reference = check(adapted(tiny(kind), **settings), LongStrawConfig(prompt_grad=mode, prompt_chunk_size=8))
     assert all(g.any() for n, g in reference.items()), "an adapter that takes no part"
 
 
@@ -79,19 +64,19 @@ def test_other_adapters(config):
     if config is peft.IA3Config:
         targets = {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
     model = peft.get_peft_model(tiny("llama"), config(task_type="CAUSAL_LM", **targets))
-    spread_trainable(model)
+    drift(model)
     check(model.train())
 
 
 def test_adapters_injected_into_the_model():
     """Nothing is wrapped around the model."""
     model = peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=ATTENTION), tiny("llama"))
-    spread_trainable(model)
+    drift(model)
     check(model)
 
 
 def test_reference_is_the_model_without_its_adapter():
-    model = attach(adapted("qwen3", target_modules=ATTENTION))
+    model = attach(adapted(tiny("qwen3"), target_modules=ATTENTION))
     out = model(prompt_groups=ragged())
     with torch.no_grad():
         with model.disable_adapter():
@@ -111,14 +96,14 @@ def test_reference_is_the_model_without_its_adapter():
 
 
 def test_two_adapters_one_active():
-    model = adapted("llama", target_modules=ATTENTION)
+    model = adapted(tiny("llama"), target_modules=ATTENTION)
     model.add_adapter("other", peft.LoraConfig(r=2, target_modules=ATTENTION))
     reference = check(model)
     assert not any("other" in n for n in reference)
 
 
 def test_a_copy_is_a_model_of_its_own():
-    model = attach(adapted("llama", target_modules=ATTENTION))
+    model = attach(adapted(tiny("llama"), target_modules=ATTENTION))
     twin = copy.deepcopy(model)
     spread(twin, 5)
     expected, _ = stock_rows(twin, ragged())
@@ -128,7 +113,7 @@ def test_a_copy_is_a_model_of_its_own():
 
 
 def test_merge_and_unload():
-    model = attach(adapted("llama", target_modules=ATTENTION))
+    model = attach(adapted(tiny("llama"), target_modules=ATTENTION))
     with torch.no_grad():
         before = model(prompt_groups=ragged()).logps
         merged = model.merge_and_unload()
@@ -139,7 +124,7 @@ def test_merge_and_unload():
 
 def test_adapters_changed_before_backward():
     """The recompute would run with others."""
-    model = attach(adapted("llama", target_modules=ATTENTION))
+    model = attach(adapted(tiny("llama"), target_modules=ATTENTION))
     model.add_adapter("other", peft.LoraConfig(r=2, target_modules=ATTENTION))
     out = model(prompt_groups=ragged())
     model.set_adapter("other")
@@ -174,6 +159,6 @@ def test_wrapped_by_peft_after_attach():
 
 
 def test_adapter_names_of_a_mixed_batch():
-    model = attach(adapted("llama", target_modules=ATTENTION)).eval()
+    model = attach(adapted(tiny("llama"), target_modules=ATTENTION)).eval()
     with pytest.raises(ValueError, match="adapter_names"):
         model(prompt_groups=ragged(), adapter_names=["default"])
