@@ -37,6 +37,7 @@ FROZEN = {
     "some": ("q_proj", "norm.weight"),
     "lower layers": ("embed_tokens", "layers.0.", "layers.1."),
     "all layers": ("embed_tokens", "layers."),
+    "shared layers": (),
 }
 
 
@@ -56,6 +57,8 @@ def loss_of(logps: list[Tensor], entropies: list[Tensor], rank: int, step: int, 
 def make(kind: str, tied: bool, frozen: str, experts: str | None = None):
     """The model with some parameters frozen; `"adapters"`: in PEFT's, with a LoRA in two of its layers."""
     model = tiny(kind, tied, **({"experts_implementation": experts} if experts else {}))
+    if frozen == "shared layers":
+        model.model.layers[2].mlp = model.model.layers[0].mlp
     if frozen == "adapters":
         return adapted(model, target_modules=["q_proj", "v_proj", "o_proj"], layers_to_transform=[1, 2])
     for name, p in model.named_parameters():
@@ -190,6 +193,11 @@ CASES = [  # each setting meets each engine somewhere; `test_parity_of_all` take
     ("fsdp2", {"kind": "qwen3_moe", "experts": "eager", "optimizer": "AdamW"}),
     ("fsdp2", {"kind": "mixtral", "no_sync": True, "accumulation": 2}),
     ("fsdp2_accelerate", {"kind": "gemma2", "frozen": "adapters", "accumulation": 2}),
+    ("ddp", {"frozen": "shared layers"}),
+    ("zero2", {"frozen": "shared layers", "accumulation": 2}),
+    ("zero3", {"frozen": "shared layers", "accumulation": 2}),
+    ("fsdp2", {"frozen": "shared layers", "accumulation": 2}),
+    ("fsdp2_one_group", {"frozen": "shared layers", "accumulation": 2}),
     ("fsdp2_one_group", {"tied": True, "mode": "detached"}),
     ("fsdp2_one_group", {"kind": "mistral", "no_sync": True, **SCORED, **LONG}),
     ("fsdp2_accelerate", {"kind": "qwen3", "optimizer": "AdamW", "accumulation": 2, "clip": 0.5, **SCORED}),
