@@ -30,7 +30,7 @@ def find_dropout(model: nn.Module) -> str | None:
             if rates.get(kind):
                 return (
                     f"{name} has {kind} {rates[kind]}: backward recomputes, and would draw anew. Set it to 0 "
-                    "(attention_dropout, router_jitter_noise in the model's config, lora_dropout in the adapter's)."
+                    "(attention_dropout=0.0, router_jitter_noise=0.0 in the model's config; LoRA's lora_dropout=0.0)."
                 )
     return None
 

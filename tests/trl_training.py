@@ -75,7 +75,7 @@ def load_policy(folder: Path, dtype: torch.dtype = torch.float32):
     return model
 
 
-def make(cls: type, folder: Path, dataset=None, dtype: torch.dtype = torch.float32, arguments=None, **options):
+def make(cls: type, folder: Path, dataset=None, model=None, dtype=torch.float32, arguments=None, **options):
     """A trainer of `cls`, which records. `arguments` go to the constructor, `options` into its config."""
     options = {**OPTIONS, "output_dir": str(folder / cls.__name__), **options}
     if cls is LongStrawGRPOTrainer:
@@ -83,7 +83,7 @@ def make(cls: type, folder: Path, dataset=None, dtype: torch.dtype = torch.float
     arguments = {"reward_funcs": reward, "processing_class": tokenizer(), **(arguments or {})}
     recording = type(f"Recording{cls.__name__}", (Recording, cls), {})
     return recording(
-        model=load_policy(folder, dtype),
+        model=load_policy(folder, dtype) if model is None else model,
         args=CONFIGS[cls](**options),
         train_dataset=prompts() if dataset is None else dataset,
         **arguments,
@@ -129,7 +129,8 @@ class KeepGradients(TrainerCallback):
             read = safe_get_full_grad
         else:
             read = full_gradient
-        self.run.gradients.append({n: read(p).clone() for n, p in policy_of(self.run.trainer).named_parameters()})
+        policy = policy_of(self.run.trainer)
+        self.run.gradients.append({n: read(p).clone() for n, p in policy.named_parameters() if p.requires_grad})
 
 
 def full_gradient(p: nn.Parameter) -> Tensor:
@@ -191,9 +192,11 @@ def train(cls: type, folder: Path, **options) -> Run:
     trainer.run = run
     trainer.add_callback(KeepGradients(run))
     before = load_file(folder / "policy" / "model.safetensors")  # ZeRO-3 would partition a loaded model
+    adapters = {n: p.detach().float().clone() for n, p in trainer.model.named_parameters() if "lora_" in n}
+    before = adapters or before
     with one_shuffle():
         trainer.train()
-    run.update = {n: w - before[n].float() for n, w in weights_of(trainer).items()}
+    run.update = {n: w - before[n].float() for n, w in weights_of(trainer).items() if n in before}
     return run
 
 

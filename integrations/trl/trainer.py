@@ -241,8 +241,6 @@ def refuse_inexact(args, processing_class, train_dataset, eval_dataset, kwargs: 
     """Raises `ValueError` for what the parent would take, and this trainer could not run as the parent does."""
     if not isinstance(args, LongStrawGRPOConfig):
         raise ValueError(f"args is a {type(args).__name__}: pass a LongStrawGRPOConfig.")
-    if kwargs.get("peft_config") is not None:
-        raise ValueError("peft_config is not supported yet, adapters and prompt learning alike: train all parameters.")
     if kwargs.get("quantization_config") is not None:
         raise ValueError("quantization_config is not supported: load the model in float32 or bfloat16.")
     if isinstance(processing_class, ProcessorMixin):
