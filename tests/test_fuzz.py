@@ -21,7 +21,7 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("draw", range(metafunc.config.getoption("draws")))
 
 
-def draw_model(dice: random.Random):
+def draw_model(dice: random.Random, dtype: torch.dtype = torch.float64):
     kind, tied, seed = dice.choice(list(MODELS)), dice.random() < 0.3, dice.randrange(100)
     settings = {"sliding_window": dice.randint(1, 30)} if "sliding_window" in MODELS[kind][1] else {}
     if kind in ("qwen3_moe", "mixtral"):
@@ -29,14 +29,14 @@ def draw_model(dice: random.Random):
     model = tiny(kind, tied, seed, num_hidden_layers=LAYERS, **settings)
     if dice.random() < 0.2:
         some = dice.sample(["q_proj", "k_proj", "v_proj", "o_proj"], dice.randint(1, 3))
-        return adapted(model, seed, target_modules=some, layers_to_transform=[dice.randrange(LAYERS)]).double()
+        return adapted(model, seed, target_modules=some, layers_to_transform=[dice.randrange(LAYERS)]).to(dtype)
     if dice.random() < 0.3:
         frozen = dice.sample(PARTS, dice.randint(1, 6))
         for name, p in model.named_parameters():
             p.requires_grad_(not any(part in name for part in frozen))
         if not any(p.requires_grad for p in model.parameters()):
             model.requires_grad_(True)
-    return model.double()
+    return model.to(dtype)
 
 
 def draw_config(dice: random.Random) -> LongStrawConfig:
@@ -69,9 +69,9 @@ def draw_groups(dice: random.Random) -> list[PromptGroup]:
 def weigh(logps: list[Tensor], entropies: list[Tensor], dice: random.Random) -> Tensor:
     """A random loss: some tokens masked, some responses left out, entropies in it or not."""
     generator = torch.Generator().manual_seed(dice.randrange(10**6))
-    masked, bonus, loss = dice.choice([0.0, 0.3, 0.9]), dice.random() < 0.5, torch.zeros((), dtype=torch.float64)
+    masked, bonus, loss = dice.choice([0.0, 0.3, 0.9]), dice.random() < 0.5, torch.zeros(())
     for logp, entropy in zip(logps, entropies, strict=True):
-        weight, other, mask = torch.randn(3, len(logp), generator=generator, dtype=torch.float64)
+        weight, other, mask = torch.randn(3, len(logp), generator=generator)
         if dice.random() < 0.2:
             continue
         kept = mask > torch.special.ndtri(torch.tensor(masked))
