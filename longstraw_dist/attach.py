@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from . import wrapping
+from . import failures, wrapping
 from .blueprint import Blueprint
 from .config import LongStrawConfig, exact_layers
 from .groups import PromptGroup, find_fault, pack
@@ -166,6 +166,7 @@ class Attachment:
         self.model, self.config = model, config
         self.blueprint = Blueprint(model)
         self.meter = Meter()
+        self.place = failures.Place()
         self._forget()
 
     def _forget(self) -> None:
@@ -179,6 +180,7 @@ class Attachment:
         memo[id(self)] = twin
         twin.model, twin.config, twin.meter = copy.deepcopy(self.model, memo), self.config, Meter()
         twin.blueprint = copy.deepcopy(self.blueprint, memo)
+        twin.place = failures.Place()
         twin._forget()
         return twin
 
@@ -204,16 +206,31 @@ class Attachment:
             fault = wrapping.agree(fault, recording, device)
             if fault is not None:
                 raise ValueError(fault)
-            return self._run(groups, temperature, recording, device)
+            with self._named("forward"):
+                return self._run(groups, temperature, recording, device)
         except BaseException:
             wrapping.release(self.model)
             raise
 
     @contextlib.contextmanager
-    def _backward(self) -> Iterator[None]:
-        """Around each operation's backward: adds to an exception what it leaves behind in the engine."""
+    def _named(self, phase: str) -> Iterator[None]:
+        """Adds to an exception where it happened, and how memory would suffice."""
         try:
             yield
+        except BaseException as error:
+            text = failures.describe(error, self.place, phase, self.config, self.blueprint.device)
+            error.add_note(f"longstraw-dist: {text}")
+            raise
+        finally:
+            self.place.at(None)
+
+    @contextlib.contextmanager
+    def _backward(self, module: str) -> Iterator[None]:
+        """Around each operation's backward: adds to an exception what it leaves behind in the engine, too."""
+        self.place.at(module)
+        try:
+            with self._named("backward"):
+                yield
         except BaseException as error:
             self._fail()
             if self.failed:
@@ -257,6 +274,7 @@ class Attachment:
 
     def _run(self, groups, temperature, recording: bool, device: torch.device) -> LongStrawOutput:
         plan, config = self.blueprint, self.config
+        self.place.at("the embedding")
         packed = pack(groups, config, device)
         self.meter.begin(len(packed.prompt_ids), packed.tokens_saved, recording)
 
@@ -277,14 +295,24 @@ class Attachment:
         for i, module in enumerate(plan.layers):
             last = i == len(plan.layers) - 1
             exact = i >= first_exact
-            layer = Layer(module, i, plan.config, packed, exact, last, self.meter, self._backward, progress)
+            layer = Layer(
+                module, i, plan.config, packed, exact, last, self.meter, self._backward, progress, self.place
+            )
+            self.place.at(layer.name)  # the engine gathers it before the operation begins
             x_prompt, x_response = self._call(module, LayerOperation, (layer,), (x_prompt, x_response))
         rows = functools.partial(
-            Rows, packed=packed, chunk_size=config.head_chunk_size, meter=self.meter, guard=self._backward
+            Rows,
+            packed=packed,
+            chunk_size=config.head_chunk_size,
+            meter=self.meter,
+            guard=self._backward,
+            place=self.place,
         )
-        x_response = self._call(plan.norm, NormOperation, (rows(plan.norm),), (x_response,))
+        self.place.at("the norm")
+        x_response = self._call(plan.norm, NormOperation, (rows("the norm", plan.norm),), (x_response,))
         graph = Graph(progress)
-        head = rows(plan.head, temperature=float(temperature))
+        self.place.at("the LM head")
+        head = rows("the LM head", plan.head, temperature=float(temperature))
         scores = self._call(plan.head, HeadOperation, (head, graph), (x_response,))
         if recording:
             self.pending, self.progress = weakref.ref(graph), progress

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention import prefix_attention
+from .failures import Place
 from .groups import Packed, Segment
 from .meter import Meter
 from .state import Captured, KeyValueState, View
@@ -51,8 +52,13 @@ class Layer:
     exact: bool  # whether the gradient reaches the prompt here
     last: bool  # nothing reads the prompt's output of the last layer
     meter: Meter
-    guard: Callable[[], AbstractContextManager]  # around backward: notes what an exception leaves behind
+    guard: Callable[[str], AbstractContextManager]  # around backward: tells an exception where it is
     progress: Progress
+    place: Place
+
+    @property
+    def name(self) -> str:
+        return f"layer {self.index}"
 
 
 class LayerOperation(torch.autograd.Function):
@@ -84,7 +90,9 @@ class LayerOperation(torch.autograd.Function):
         if y_prompt is None and not layer.last:
             y_prompt = torch.empty_like(x_prompt)
 
+        layer.place.at(layer.name)
         ctx.layer, ctx.states, ctx.counts = layer, states, [len(tensors) for tensors in kept]
+        ctx.versions = versions(layer.module) if any(ctx.needs_input_grad) else []
         hidden = [x_response, x_prompt] if layer.exact else [x_response]
         state_tensors = [t for tensors in kept for t in tensors]
         ctx.save_for_backward(*hidden, *state_tensors)
@@ -100,14 +108,15 @@ class LayerOperation(torch.autograd.Function):
     def backward(ctx, g_prompt: Tensor | None, g_response: Tensor | None):
         layer, exact = ctx.layer, ctx.layer.exact
         stock = layer.module.forward  # looked up anew: a wrapper may have swapped the class
-        x_response, *saved = ctx.saved_tensors
-        x_prompt = saved.pop(0) if exact else x_response[:, :0]
-        kept = iter(saved)
-        if g_response is None:
-            g_response = torch.zeros_like(x_response)
-        gx_response, gx_prompt = torch.empty_like(x_response), torch.empty_like(x_prompt)
-        gradients = Gradients(layer.module.parameters())
-        with layer.guard(), no_checkpointing(layer.module), ctx.autocast.restored(), torch.enable_grad():
+        with layer.guard(layer.name), no_checkpointing(layer.module), ctx.autocast.restored(), torch.enable_grad():
+            refuse_changed(layer.name, layer.module, ctx.versions)
+            x_response, *saved = ctx.saved_tensors
+            x_prompt = saved.pop(0) if exact else x_response[:, :0]
+            kept = iter(saved)
+            if g_response is None:
+                g_response = torch.zeros_like(x_response)
+            gx_response, gx_prompt = torch.empty_like(x_response), torch.empty_like(x_prompt)
+            gradients = Gradients(layer.module.parameters())
             for group, state, count in zip(layer.packed.groups, ctx.states, ctx.counts, strict=True):
                 state.load([next(kept) for _ in range(count)], differentiable=exact)
                 again = functools.partial(recompute, layer, stock, state, gradients)
@@ -116,12 +125,14 @@ class LayerOperation(torch.autograd.Function):
                 for chunk in reversed(group.chunks) if exact else ():
                     gx_prompt[:, chunk.rows] = again(chunk, x_prompt, g_prompt, captured=True)
                 state.clear()
+            sums = gradients.sums()
         layer.progress.ended |= layer.index == 0
-        return None, None, gx_prompt if exact else None, gx_response, *gradients.sums()
+        return None, None, gx_prompt if exact else None, gx_response, *sums
 
 
 def run(layer: Layer, stock: Callable, segment: Segment, x: Tensor, view: View) -> Tensor | None:
     """The stock layer on one segment, with the prompt's state for its cache; `None` if only its state is wanted."""
+    layer.place.at(layer.name, segment)
     with prefix_attention(layer.config), contextlib.suppress(Captured):
         return stock(x, **segment.calls[layer.index], cache=view, prefix=view)
     return None
@@ -195,6 +206,22 @@ def recompute(
     gx, *g_past = gradients.vjp(outputs, cotangents, [x, *view.leaves])
     state.accumulate(segment, g_past)
     return gx
+
+
+def versions(module: nn.Module) -> list[int]:
+    """How often each parameter was changed in place, as autograd counts."""
+    return [p._version for p in module.parameters()]
+
+
+def refuse_changed(name: str, module: nn.Module, before: list[int]) -> None:
+    """Raises as autograd itself does in a stock backward: the recompute would run with other weights than forward."""
+    for (parameter, p), version in zip(module.named_parameters(), before, strict=True):
+        if p._version != version:
+            raise RuntimeError(
+                f"{parameter or 'a parameter'} of {name} was modified in place between forward and backward (it is at "
+                f"version {p._version}, expected {version}), and backward computes the forward again: run backward "
+                "before anything that changes the weights."
+            )
 
 
 class Autocast:
