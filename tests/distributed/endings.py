@@ -27,7 +27,7 @@ PRELOAD = [  # what a case would import anew each time
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "tokenizers.implementations",
     "tests.distributed.wrappings",
-    "tests.models",
+    "tests.trl_training",
 ]
 
 
