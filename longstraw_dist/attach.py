@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from . import adapters, wrapping
+from . import adapters, failures, wrapping
 from .adapters import base_of
 from .blueprint import Blueprint
 from .config import LongStrawConfig, exact_layers
 from .groups import PromptGroup, find_fault, pack
 from .head import Graph, HeadOperation, NormOperation, Rows
 from .meter import Meter
-from .replay import Layer, LayerOperation, Progress
+from .replay import Call, Layer, LayerOperation, Progress
 from .storage import offload_to_host
 from .support import find_dropout, refuse_inexact
 
@@ -167,6 +167,7 @@ class Attachment:
         self.adapted = len(adapters.tuners(model))
         self.blueprint = Blueprint(model)
         self.meter = Meter()
+        self.place = failures.Place()
         self._forget()
 
     def _forget(self) -> None:
@@ -182,6 +183,7 @@ class Attachment:
         twin.model, twin.root = copy.deepcopy(self.model, memo), copy.deepcopy(self.root, memo)
         twin.config, twin.meter, twin.adapted = self.config, Meter(), self.adapted
         twin.blueprint = copy.deepcopy(self.blueprint, memo)
+        twin.place = failures.Place()
         twin._forget()
         return twin
 
@@ -207,18 +209,33 @@ class Attachment:
             fault = wrapping.agree(fault, recording, device)
             if fault is not None:
                 raise ValueError(fault)
-            return self._run(groups, temperature, recording, device)
+            with self._named("forward"):
+                return self._run(groups, temperature, recording, device)
         except BaseException:
             wrapping.release(self.root)
             raise
 
     @contextlib.contextmanager
-    def _backward(self) -> Iterator[None]:
-        """Around each operation's backward: adds to an exception what it leaves behind in the engine."""
+    def _named(self, phase: str) -> Iterator[None]:
+        """Adds to an exception where it happened, and how memory would suffice."""
         try:
-            if adapters.applied(self.model) != self.applied:
-                raise ValueError("the active adapters changed between a forward and its backward: change them after.")
             yield
+        except BaseException as error:
+            text = failures.describe(error, self.place, phase, self.config, self.blueprint.device)
+            error.add_note(f"longstraw-dist: {text}")
+            raise
+        finally:
+            self.place.at(None)
+
+    @contextlib.contextmanager
+    def _backward(self, module: str) -> Iterator[None]:
+        """Around each operation's backward: adds to an exception what it leaves behind in the engine, too."""
+        self.place.at(module)
+        try:
+            with self._named("backward"):
+                if adapters.applied(self.model) != self.applied:
+                    raise ValueError("the active adapters changed between a forward and its backward.")
+                yield
         except BaseException as error:
             self._fail()
             if self.failed:
@@ -266,6 +283,7 @@ class Attachment:
         plan, config = self.blueprint, self.config
         if recording:
             self.applied = adapters.applied(self.model)
+        self.place.at("the embedding")
         packed = pack(groups, config, device)
         self.meter.begin(len(packed.prompt_ids), packed.tokens_saved, recording)
 
@@ -276,6 +294,7 @@ class Attachment:
             for segment in group.segments:
                 plan.describe(segment, x_response)
         progress = Progress(ended=True)
+        call = Call(packed, plan.config, self.meter, progress, self.place, self._backward)
         first_exact = len(plan.layers) - self.exact_layers
         if first_exact > 0:
             x_prompt = x_prompt.detach()
@@ -288,14 +307,15 @@ class Attachment:
             if first:  # no backward goes below
                 progress.ended = False
                 x_response.requires_grad_()  # ZeRO-3's layer hooks fire on the gradient of a layer's input
-            layer = Layer(module, i, plan.config, packed, exact, first, last, self.meter, self._backward, progress)
+            layer = Layer(call, module, i, exact, first, last)
+            self.place.at(layer.name)  # the engine gathers it before the operation begins
             x_prompt, x_response = self._call(module, LayerOperation, (layer,), (x_prompt, x_response))
-        rows = functools.partial(
-            Rows, packed=packed, chunk_size=config.head_chunk_size, meter=self.meter, guard=self._backward
-        )
-        x_response = self._call(plan.norm, NormOperation, (rows(plan.norm),), (x_response,))
+        rows = functools.partial(Rows, call, chunk_size=config.head_chunk_size)
+        self.place.at("the norm")
+        x_response = self._call(plan.norm, NormOperation, (rows("the norm", plan.norm),), (x_response,))
         graph = Graph(progress)
-        head = rows(plan.head, temperature=float(temperature), finish=plan.finish)
+        self.place.at("the LM head")
+        head = rows("the LM head", plan.head, temperature=float(temperature), finish=plan.finish)
         scores = self._call(plan.head, HeadOperation, (head, graph), (x_response,))
         if recording:
             self.pending, self.progress = weakref.ref(graph), progress

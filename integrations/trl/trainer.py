@@ -2,8 +2,8 @@
 
 What it overrides: the log-prob method (policy, old policy and reference go through it), the shuffle of a generation
 batch (by group instead of by row), the setter of `ref_model` (the parent builds and wraps the reference model in its
-own constructor, and it must be attached in between), and what is measured. Rewards, advantages, losses, generation,
-checkpoints and logging are the parent's.
+own constructor, and it must be attached in between), which checkpoint to resume from, and what is measured. Rewards,
+advantages, losses, generation, saving and logging are the parent's.
 """
 
 import dataclasses
@@ -24,6 +24,7 @@ from longstraw_dist.attach import Attachment, attachment_of, is_attached
 from longstraw_dist.groups import find_groups
 from longstraw_dist.meter import Phases, peak_bytes
 
+from .checkpoints import finished_checkpoint
 from .config import LongStrawGRPOConfig
 
 logger = get_logger(__name__)
@@ -141,6 +142,18 @@ class LongStrawGRPOTrainer(GRPOTrainer):
                 if compute_entropy:
                     entropies.append(pad_rows(out.entropies, order, logits_to_keep))
         return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+        """As the parent's. `resume_from_checkpoint=True` takes the last checkpoint that was written to its end."""
+        if resume_from_checkpoint:
+            resume_from_checkpoint = finished_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _save_rng_state(self, output_dir):
+        # The last file of each process. The parent then writes the trainer's state, which so marks a finished
+        # checkpoint, and deletes older ones.
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()
 
     def _prepare_inputs(self, generation_batch):
         # The parent's method, with a shuffle that keeps the rows of a group together.
