@@ -115,7 +115,7 @@ def attach(model: Any, config: LongStrawConfig | None = None) -> Any:
     layers = attachment.blueprint.layers
     if attachment.exact_layers > len(layers):
         raise ValueError(f"prompt_grad={config.prompt_grad!r} asks for more than the {len(layers)} layers.")
-    wrapping.mark_leaves(layers)
+    wrapping.mark_leaves([*layers, attachment.blueprint.head])
     vars(model)["_longstraw"] = attachment
 
     patched = vars(model).get("forward")  # by TRL or accelerate, on the instance
@@ -311,6 +311,8 @@ class Attachment:
             self.place.at(layer.name)  # the engine gathers it before the operation begins
             x_prompt, x_response = self._call(module, LayerOperation, (layer,), (x_prompt, x_response))
         rows = functools.partial(Rows, call, chunk_size=config.head_chunk_size)
+        if recording and not x_response.requires_grad and trains(plan.head):
+            x_response.requires_grad_()  # for its hooks too
         self.place.at("the norm")
         x_response = self._call(plan.norm, NormOperation, (rows("the norm", plan.norm),), (x_response,))
         graph = Graph(progress)

@@ -38,6 +38,8 @@ FROZEN = {
     "lower layers": ("embed_tokens", "layers.0.", "layers.1."),
     "all layers": ("embed_tokens", "layers."),
     "shared layers": (),
+    "adapted head": (),
+    "saved head": (),
 }
 
 
@@ -59,6 +61,13 @@ def make(kind: str, tied: bool, frozen: str, experts: str | None = None):
     model = tiny(kind, tied, **({"experts_implementation": experts} if experts else {}))
     if frozen == "shared layers":
         model.model.layers[2].mlp = model.model.layers[0].mlp
+    if frozen == "adapted head":
+        return adapted(model, target_modules=["q_proj", "lm_head"], modules_to_save=["embed_tokens"])
+    if frozen == "saved head":
+        model = adapted(model, target_modules=["q_proj"], modules_to_save=["lm_head"])
+        for name, p in model.named_parameters():
+            p.requires_grad_("modules_to_save" in name)  # nothing but the head
+        return model
     if frozen == "adapters":
         return adapted(model, target_modules=["q_proj", "v_proj", "o_proj"], layers_to_transform=[1, 2])
     for name, p in model.named_parameters():
@@ -112,7 +121,7 @@ def parity(
     ones alone after them.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    config = LongStrawConfig(prompt_grad=mode, prompt_chunk_size=5, head_chunk_size=4, **(config or {}))
+    config = LongStrawConfig(**{"prompt_grad": mode, "prompt_chunk_size": 5, "head_chunk_size": 4, **(config or {})})
     wrapped = wrap(
         name, lambda: make(kind, tied, frozen, experts), config, OPTIMIZERS[optimizer], accumulation, clip, **settings
     )
@@ -196,6 +205,10 @@ CASES = [  # each setting meets each engine somewhere; `test_parity_of_all` take
     ("ddp", {"frozen": "shared layers"}),
     ("zero2", {"frozen": "shared layers", "accumulation": 2}),
     ("zero3", {"frozen": "shared layers", "accumulation": 2}),
+    ("zero3", {"frozen": "adapted head", "accumulation": 2, "config": {"head_chunk_size": 2}}),
+    ("zero3", {"frozen": "saved head", "accumulation": 2, "config": {"head_chunk_size": 2}}),
+    ("fsdp2", {"frozen": "adapted head", "accumulation": 2, "config": {"head_chunk_size": 2}}),
+    ("fsdp2", {"frozen": "saved head", "accumulation": 2, "config": {"head_chunk_size": 2}}),
     ("fsdp2", {"frozen": "shared layers", "accumulation": 2}),
     ("fsdp2_one_group", {"frozen": "shared layers", "accumulation": 2}),
     ("fsdp2_one_group", {"tied": True, "mode": "detached"}),
