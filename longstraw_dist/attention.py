@@ -14,6 +14,7 @@ own ones instead.
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -21,19 +22,26 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from .state import View
+
 NAME = "longstraw"  # of this attention among the models' attention implementations
 IGNORED = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "num_items_in_batch"}
 
 
+VIEW: ContextVar[View | None] = ContextVar("VIEW", default=None)  # of the layer that runs
+
+
 @contextlib.contextmanager
-def prefix_attention(config) -> Iterator[None]:
-    """While it is open, the model's layers attend through this module, and the model builds no mask."""
-    before = config._attn_implementation
+def prefix_attention(config, view: View | None = None) -> Iterator[None]:
+    """While it is open, the model's layers attend through this module, to the prompt in `view` and to their own
+    tokens, and the model builds no mask."""
+    before, token = config._attn_implementation, VIEW.set(view)
     config._attn_implementation = NAME
     try:
         yield
     finally:
         config._attn_implementation = before
+        VIEW.reset(token)
 
 
 def attention_forward(
@@ -44,23 +52,28 @@ def attention_forward(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    prefix,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool = True,
     **ignored,
 ) -> tuple[Tensor, None]:
-    """What a layer's attention calls inside a layer operation. `prefix` is the layer's `state.View`."""
+    """What a layer's attention calls inside a layer operation."""
+    view = VIEW.get()
+    assert view is not None, "only run() runs a layer"
     unknown = set(ignored) - IGNORED
     assert not unknown, f"{type(module).__name__} asks for attention that longstraw-dist does not have: {unknown}"
     assert attention_mask is None, "the blueprint runs without masks"
     assert dropout == 0.0, "find_dropout() looks at every module that has one"
     assert is_causal, f"{type(module).__name__} is not causal"
-    past = [t for block in prefix.past for t in block]
+    past = [view.past["keys"], view.past["values"]] if "keys" in view.past else []
     query = query.to(key.dtype)  # which the view has cast under autocast
-    out = PrefixAttention.apply(query, key, value, prefix.lengths, Scores(scaling, softcap, sliding_window), *past)
-    return out.transpose(1, 2), None
+    batch, tokens, lengths = len(query), query.shape[2], view.lengths
+    if tokens != sum(lengths):  # stacked, where lengths are those before padding
+        query, key, value = (t.transpose(0, 1).flatten(1, 2)[None] for t in (query, key, value))
+        lengths = (tokens,) * batch
+    out = PrefixAttention.apply(query, key, value, lengths, Scores(scaling, softcap, sliding_window), *past)
+    return out.transpose(1, 2).reshape(batch, tokens, *out.shape[1::2]), None
 
 
 AttentionInterface.register(NAME, attention_forward)

@@ -7,21 +7,27 @@ embeddings, masks and whatever else a layer takes come out as the architecture m
 """
 
 import copy
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from .attention import prefix_attention
 from .groups import Segment
 
 
 class Stub(nn.Module):
-    """Stands for a module with parameters: notes its arguments, and returns a tensor of the right shape."""
+    """Stands for a module with parameters: notes its arguments, and returns a tensor of the right shape. It has the
+    module's settings, and of its weight the dtype."""
 
-    def __init__(self, width: int):
+    def __init__(self, module: nn.Module, width: int):
         super().__init__()
+        vars(self).update({k: v for k, v in vars(module).items() if not k.startswith("_") and k not in vars(self)})
+        if isinstance(weight := module._parameters.get("weight"), Tensor):
+            self.weight = torch.empty(0, dtype=weight.dtype)
         self.width = width
         self.forget()
 
@@ -60,21 +66,26 @@ class Blueprint:
         self.layers: list[nn.Module] = list(layers)
         self.embedding, self.head = model.get_input_embeddings(), model.get_output_embeddings()
         self.ghost = bare(base)
-        stubs = {c: Stub(self.config.hidden_size) for c in base.children() if any(True for _ in c.parameters())}
-        self.stubs = [Stub(self.config.hidden_size) for _ in self.layers]
+        self.takes_positions = "position_ids" in inspect.signature(type(base).forward).parameters
+        width = self.config.hidden_size
+        stubs = {c: Stub(c, width) for c in base.children() if any(True for _ in c.parameters())}
+        self.stubs = [Stub(layer, width) for layer in self.layers]
         for n, c in base.named_children():
             if c is layers:
                 self.ghost._modules[n] = nn.ModuleList(self.stubs)
             else:
                 self.ghost._modules[n] = stubs[c] if c in stubs else bare(c)
         self.whole = bare(model)
-        self.end = Stub(5)
+        self.end = Stub(self.head, 5)
         for n, c in model.named_children():
             self.whole._modules[n] = self.ghost if c is base else self.end if c is self.head else bare(c)
         self.norm = self._prove(model, stubs)
         self.forget()
         self.finish = None if self._hands_on_logits() else self._finish
         self.modules = named_modules(model)
+        caches = DynamicCache(config=self.config).layers  # by which transformers says what a layer remembers
+        self.attends = [type(cache) in (DynamicLayer, DynamicSlidingWindowLayer) for cache in caches]
+        self.stacked = [isinstance(cache, LinearAttentionCacheLayerMixin) for cache in caches]
 
     def _prove(self, model: PreTrainedModel, stubs: dict[nn.Module, Stub]) -> nn.Module:
         """Runs the whole model on its ghost and checks, storage by storage, that it is a chain. Returns the norm."""
@@ -98,7 +109,8 @@ class Blueprint:
         """Logits of the whole ghost."""
         positions = torch.arange(x.shape[1], device=x.device)[None]
         with prefix_attention(self.config):
-            return self.whole(inputs_embeds=x, position_ids=positions, use_cache=False)[0]
+            given = {"position_ids": positions} if self.takes_positions else {}
+            return self.whole(inputs_embeds=x, use_cache=False, **given)[0]
 
     def _hands_on_logits(self) -> bool:
         """Whether the head's output is the model's. If not, what becomes of a logit must not depend on the others."""
@@ -143,11 +155,19 @@ class Blueprint:
 
         `like` gives dtype and device. Costs one run of the model's own forward over stubs: under a millisecond.
         """
-        x = like.new_empty(1).expand(1, segment.tokens, self.config.hidden_size)
+        if not all(self.stacked):
+            flat = self._describe(segment.positions(like.device), like)
+        if any(self.stacked):
+            stacked = self._describe(segment.stacked_positions(like.device), like)
+        segment.calls = [stacked[i] if self.stacked[i] else flat[i] for i in range(len(self.layers))]
+
+    def _describe(self, positions: Tensor, like: Tensor) -> list[dict[str, Any]]:
+        x = like.new_empty(1).expand(*positions.shape, self.config.hidden_size)
         with prefix_attention(self.config), torch.no_grad():
-            self.ghost(inputs_embeds=x, position_ids=segment.positions(like.device), use_cache=False)
-        segment.calls = [{k: v for k, v in stub.kwargs.items() if k != "cache"} for stub in self.stubs]
+            self.ghost(inputs_embeds=x, use_cache=False, **({"position_ids": positions} if self.takes_positions else {}))
+        calls = [{k: v for k, v in stub.kwargs.items() if k != "cache"} for stub in self.stubs]
         self.forget()
+        return calls
 
 
 def named_modules(model: PreTrainedModel) -> dict[str, nn.Module]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .config import LongStrawConfig
 
@@ -44,6 +45,7 @@ class Segment:
     lengths: tuple[int, ...]  # its sequences, one behind the other: one for a chunk, one a response for a replay
     calls: list[dict[str, Any]] = field(default_factory=list)  # what each layer is called with: blueprint.py
     group: int = 0  # its place in the call
+    number: int = 0  # chunks of the prompt before it
     is_chunk: bool = False
 
     @property
@@ -57,9 +59,31 @@ class Segment:
         count = f"{len(self.lengths)} response{'s' * (len(self.lengths) > 1)}"
         return f"replay of {count} of group {self.group}, {self.tokens} tokens"
 
+    @property
+    def longest(self) -> int:
+        """Tokens of each sequence once they are stacked. Two at least behind a prompt: at one, a recurrent layer takes
+        its decode path, which writes in place."""
+        return max(*self.lengths, 2 if self.past else 1)
+
     def positions(self, device: torch.device) -> Tensor:
         """int64 `[1, tokens]`: where each token stands in its own sequence."""
         return torch.cat([torch.arange(self.past, self.past + n, device=device) for n in self.lengths])[None]
+
+    def stacked_positions(self, device: torch.device) -> Tensor:
+        """int64 `[sequences, longest]`"""
+        return torch.arange(self.past, self.past + self.longest, device=device).expand(len(self.lengths), -1)
+
+    def stack(self, x: Tensor) -> Tensor:
+        """`[1, tokens, H] -> [sequences, longest, H]`, zero behind each sequence."""
+        if set(self.lengths) == {self.longest}:
+            return x.view(len(self.lengths), self.longest, -1)
+        return torch.stack([pad(t, (0, 0, 0, self.longest - len(t))) for t in x[0].split(self.lengths)])
+
+    def unstack(self, y: Tensor) -> Tensor:
+        """`[sequences, longest, H] -> [1, tokens, H]`"""
+        if set(self.lengths) == {self.longest}:
+            return y.reshape(1, self.tokens, -1)
+        return torch.cat([t[:n] for t, n in zip(y, self.lengths, strict=True)])[None]
 
 
 @dataclass
@@ -90,12 +114,14 @@ class Packed:
         return self.rows[-1].stop if self.rows else 0
 
 
-def pack(groups: Sequence[PromptGroup], config: LongStrawConfig, device: torch.device) -> Packed:
-    """Lays the groups out. Where no response has a token, one dummy response runs, so that this rank makes the module
+def pack(
+    groups: Sequence[PromptGroup], config: LongStrawConfig, device: torch.device, recurrent: bool = False
+) -> Packed:
+    """Lays the groups out; for a `recurrent` model no prompt chunk but the first has one token. Where no response has a token, one dummy response runs, so that this rank makes the module
     calls that the others make; its log-probs are not returned."""
     if not any(len(r) for group in groups for r in group.response_ids):
         dummy = torch.zeros(1, dtype=torch.int64, device=device)
-        packed = pack([PromptGroup(dummy, [dummy])], config, device)
+        packed = pack([PromptGroup(dummy, [dummy])], config, device, recurrent)
         packed.rows, packed.tokens_saved = [slice(0, 0) for g in groups for _ in g.response_ids], 0
         return packed
 
@@ -106,10 +132,9 @@ def pack(groups: Sequence[PromptGroup], config: LongStrawConfig, device: torch.d
         filled = [t for t in group.response_ids if len(t)]
         captured = len(prompt) - 1 if filled else 0  # a prompt that nobody reads is not run
         chunks = []
-        for begin in range(0, captured, config.prompt_chunk_size):
-            n = min(config.prompt_chunk_size, captured - begin)
-            lies = slice(p + begin, p + begin + n)
-            chunks.append(Segment(lies, begin, (n,), group=number, is_chunk=True))
+        for i, (begin, end) in enumerate(split_prompt(captured, config.prompt_chunk_size, recurrent)):
+            lies = slice(p + begin, p + end)
+            chunks.append(Segment(lies, begin, (end - begin,), group=number, number=i, is_chunk=True))
         prompts.append(prompt[:captured])
         p += captured
 
@@ -122,11 +147,22 @@ def pack(groups: Sequence[PromptGroup], config: LongStrawConfig, device: torch.d
             targets.append(ids)
         replays = []
         for lengths in split_replays([len(t) for t in filled], config):
-            replays.append(Segment(slice(begin, begin + sum(lengths)), captured, lengths, group=number))
+            lies = slice(begin, begin + sum(lengths))
+            replays.append(Segment(lies, captured, lengths, group=number, number=len(chunks)))
             begin += sum(lengths)
         out.append(PackedGroup(captured, chunks, replays))
         saved += captured * max(len(filled) - 1, 0)
     return Packed(out, torch.cat(prompts), torch.cat(inputs), torch.cat(targets), rows, saved)
+
+
+def split_prompt(tokens: int, size: int, recurrent: bool) -> list[tuple[int, int]]:
+    """Begin and end of each chunk."""
+    if recurrent:
+        size = max(size, 2)
+    chunks = [(begin, min(begin + size, tokens)) for begin in range(0, tokens, size)]
+    if recurrent and len(chunks) > 1 and tokens - chunks[-1][0] == 1:
+        chunks[-2:] = [(chunks[-2][0], tokens)]
+    return chunks
 
 
 def split_replays(lengths: list[int], config: LongStrawConfig) -> Iterable[tuple[int, ...]]:

@@ -30,7 +30,7 @@ from .attention import prefix_attention
 from .failures import Place
 from .groups import Packed, Segment
 from .meter import Meter
-from .state import Captured, KeyValueState, View
+from .state import Captured, PromptState, View
 
 
 @dataclass
@@ -63,6 +63,8 @@ class Layer:
     exact: bool  # whether the gradient reaches the prompt here
     first: bool  # no gradient goes below: nothing there is trained
     last: bool  # nothing reads the prompt's output of the last layer
+    attends: bool  # its state is keys and values, and nothing else
+    stacked: bool  # it runs the responses of a replay side by side, since it has a recurrence
 
     @property
     def name(self) -> str:
@@ -84,7 +86,7 @@ class LayerOperation(torch.autograd.Function):
         y_prompt, y_response, states, kept = None, None, [], []
         with no_checkpointing(layer.module), ctx.autocast.restored():
             for group in layer.call.packed.groups:
-                state = KeyValueState(group.captured)
+                state = PromptState(group.captured, layer.attends)
                 for chunk in group.chunks:
                     view = state.open(chunk, capture_only=layer.last)
                     y = run(layer, stock, chunk, x_prompt[:, chunk.rows], view)
@@ -99,7 +101,7 @@ class LayerOperation(torch.autograd.Function):
             y_prompt = torch.empty_like(x_prompt)
 
         layer.call.place.at(layer.name)
-        ctx.layer, ctx.states, ctx.counts = layer, states, [len(tensors) for tensors in kept]
+        ctx.layer, ctx.states = layer, states
         ctx.versions = versions(layer.module) if any(ctx.needs_input_grad) else []
         hidden = [x_response, x_prompt] if layer.exact else [x_response]
         state_tensors = [t for tensors in kept for t in tensors]
@@ -126,8 +128,8 @@ class LayerOperation(torch.autograd.Function):
                 g_response = torch.zeros_like(x_response)
             gx_response, gx_prompt = torch.empty_like(x_response), torch.empty_like(x_prompt)
             gradients = Gradients(layer.module.parameters())
-            for group, state, count in zip(call.packed.groups, ctx.states, ctx.counts, strict=True):
-                state.load([next(kept) for _ in range(count)], differentiable=exact)
+            for group, state in zip(call.packed.groups, ctx.states, strict=True):
+                state.load(kept)
                 again = functools.partial(recompute, layer, stock, state, gradients)
                 for replay in group.replays:
                     gx_response[:, replay.rows] = again(replay, x_response, g_response)
@@ -142,8 +144,10 @@ class LayerOperation(torch.autograd.Function):
 def run(layer: Layer, stock: Callable, segment: Segment, x: Tensor, view: View) -> Tensor | None:
     """The stock layer on one segment, with the prompt's state for its cache; `None` if only its state is wanted."""
     layer.call.place.at(layer.name, segment)
-    with prefix_attention(layer.call.config), contextlib.suppress(Captured):
-        return stock(x, **segment.calls[layer.index], cache=view, prefix=view)
+    with prefix_attention(layer.call.config, view), contextlib.suppress(Captured):
+        if not layer.stacked:
+            return stock(x, **segment.calls[layer.index], cache=view)
+        return segment.unstack(stock(segment.stack(x), **segment.calls[layer.index], cache=view))
     return None
 
 
@@ -196,7 +200,7 @@ class Gradients:
 def recompute(
     layer: Layer,
     stock: Callable,
-    state: KeyValueState,
+    state: PromptState,
     gradients: Gradients,
     segment: Segment,
     x: Tensor,
@@ -209,11 +213,11 @@ def recompute(
     x = x[:, segment.rows].detach().requires_grad_()
     view = state.open(segment, differentiable=layer.exact, capture_only=g is None)
     y = run(layer, stock, segment, x, view)
-    outputs, cotangents = (list(view.new), state.cotangents(segment)) if captured else ([], [])
+    outputs, cotangents = state.cotangents(segment, view) if captured else ([], [])
     if y is not None and g is not None:
         outputs, cotangents = [y, *outputs], [g[:, segment.rows], *cotangents]
-    gx, *g_past = gradients.vjp(outputs, cotangents, [x, *view.leaves])
-    state.accumulate(segment, g_past)
+    gx, *g_past = gradients.vjp(outputs, cotangents, [x, *view.leaves.values()])
+    state.accumulate(segment, view, g_past)
     return gx
 
 

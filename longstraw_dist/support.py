@@ -11,12 +11,14 @@ SUPPORTED = (
     "gemma3_text",
     "glm4",
     "llama",
+    "mamba2",
     "mistral",
     "mixtral",
     "olmo2",
     "qwen2",
     "qwen3",
     "qwen3_moe",
+    "qwen3_next",
 )
 ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 EXPERTS = (None, "eager", "grouped_mm")

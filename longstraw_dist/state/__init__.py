@@ -1,5 +1,6 @@
-"""What a layer must remember of a prompt. A new kind of layer adds a file here: a state, and the view onto it."""
+"""What a layer must remember of a prompt."""
 
-from .attention import Captured, KeyValueState, View
+from .prompt import PromptState
+from .view import Captured, View
 
-__all__ = ["Captured", "KeyValueState", "View"]
+__all__ = ["Captured", "PromptState", "View"]
