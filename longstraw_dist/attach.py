@@ -288,6 +288,8 @@ class Attachment:
         self.meter.begin(len(packed.prompt_ids), packed.tokens_saved, recording)
 
         embedded = plan.embedding(torch.cat([packed.prompt_ids, packed.response_ids])[None])
+        if plan.enter is not None:
+            embedded = plan.enter(embedded)
         split = len(packed.prompt_ids)
         x_prompt, x_response = embedded[:, :split].clone(), embedded[:, split:].clone()  # a slice would keep both
         for group in packed.groups:

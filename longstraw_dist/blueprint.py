@@ -8,10 +8,13 @@ embeddings, masks and whatever else a layer takes come out as the architecture m
 
 import copy
 import inspect
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
@@ -29,6 +32,7 @@ class Stub(nn.Module):
         if isinstance(weight := module._parameters.get("weight"), Tensor):
             self.weight = torch.empty(0, dtype=weight.dtype)
         self.width = width
+        self.returns = 0  # length of the tuple that its output opens, or 0 for a tensor
         self.forget()
 
     def forget(self) -> None:
@@ -38,10 +42,14 @@ class Stub(nn.Module):
 
     def forward(self, *args, **kwargs):
         self.args, self.kwargs = args, kwargs
-        hidden = args[0]
         if self.out is None:
-            self.out = hidden.new_empty(1).expand(*hidden.shape[:-1], self.width)
-        return self.out
+            self.out = blank(args[0], args[0].shape[:-1], self.width)
+        return self.out if not self.returns else (self.out, *[None] * (self.returns - 1))
+
+
+def blank(like: Tensor, rows: Sequence[int], width: int) -> Tensor:
+    """`[*rows, width]` with one element of memory; differentiable as `like` is."""
+    return like.new_empty(1).requires_grad_(like.requires_grad).expand(*rows, width)
 
 
 class Blueprint:
@@ -54,7 +62,10 @@ class Blueprint:
 
     Attributes:
         embedding, layers, norm, head: the model's own modules, to be called in this order.
-        finish (`Callable`): what the model does with its logits behind the head (a softcap, a scale), or `None`.
+        enter (`Callable`): what the model does with its embeddings before the first layer (a scale), or `None`.
+        finish (`Callable`): what it does with its logits behind the head (a softcap, a scale), or `None`.
+        attends (`list[bool]`): of each layer, whether its state is keys and values and nothing else.
+        stacked (`list[bool]`): whether it has a recurrence, so that sequences must lie side by side.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -79,38 +90,61 @@ class Blueprint:
         self.end = Stub(self.head, 5)
         for n, c in model.named_children():
             self.whole._modules[n] = self.ghost if c is base else self.end if c is self.head else bare(c)
-        self.norm = self._prove(model, stubs)
-        self.forget()
+        if self.embedding not in stubs:
+            raise ValueError(f"{type(model).__name__} keeps its input embedding outside of its decoder.")
+        self.begin = stubs[self.embedding]
+        self.norm = self._prove(type(model).__name__, stubs)
+        self.enter = None if same(self._enter(x := self._sample(3)), x) else self._enter
         self.finish = None if self._hands_on_logits() else self._finish
         self.modules = named_modules(model)
         caches = DynamicCache(config=self.config).layers  # by which transformers says what a layer remembers
         self.attends = [type(cache) in (DynamicLayer, DynamicSlidingWindowLayer) for cache in caches]
         self.stacked = [isinstance(cache, LinearAttentionCacheLayerMixin) for cache in caches]
 
-    def _prove(self, model: PreTrainedModel, stubs: dict[nn.Module, Stub]) -> nn.Module:
+    def _sample(self, tokens: int) -> Tensor:
+        return torch.linspace(-1, 1, tokens * self.config.hidden_size, device=self.device).view(1, tokens, -1)
+
+    def _prove(self, kind: str, stubs: dict[nn.Module, Stub]) -> nn.Module:
         """Runs the whole model on its ghost and checks, storage by storage, that it is a chain. Returns the norm."""
-        x = torch.empty(1, 3, self.config.hidden_size, device=self.device)
-        with torch.no_grad():
-            self._run(x)
-        norms = [c for c, stub in stubs.items() if stub.args]
-        kind = type(model).__name__
+        x = self._sample(3).requires_grad_()
+        for returns in range(4):  # what a layer returns is tried
+            for stub in self.stubs:
+                stub.returns = returns
+            try:
+                self._run(self.whole, x)
+            except (TypeError, ValueError, IndexError, AttributeError):
+                if returns == 3:
+                    raise
+            else:
+                if all(same(a.out, b.args[0]) for a, b in itertools.pairwise(self.stubs)):
+                    break
+            self.forget()
+        norms = [c for c, stub in stubs.items() if stub.args and stub is not self.begin]
         if len(norms) != 1:
             raise ValueError(f"{kind} calls {len(norms)} modules beside its layers, where one norm is known.")
-        sent: Tensor | None = x
-        for stub in (*self.stubs, stubs[norms[0]], self.end):
-            if len(stub.args) != 1 or not same(sent, stub.args[0]):
+        for before, after in itertools.pairwise((*self.stubs, stubs[norms[0]], self.end)):
+            if len(after.args) != 1 or not same(before.out, after.args[0]):
                 raise ValueError(f"{kind} changes the hidden states between its layers, its norm and its head.")
-            sent = stub.out
-        if any("cache" not in stub.kwargs for stub in self.stubs):
-            raise ValueError(f"{kind} calls its layers without `cache`.")
+        for stub in self.stubs:
+            if len(stub.args) != 1 or "cache" not in stub.kwargs:
+                raise ValueError(f"{kind} calls its layers with more than hidden states, or without `cache`.")
+            for name, value in stub.kwargs.items():
+                if any(t.requires_grad for t in tree_leaves(value) if isinstance(t, Tensor)):
+                    raise ValueError(f"{kind} hands `{name}` to its layers, which depends on hidden states.")
+        self.forget()
+        whole = self._enter(x)
+        if not all(torch.equal(whole[:, i : i + 1], self._enter(x[:, i : i + 1])) for i in range(3)):
+            raise ValueError(f"{kind} changes its embeddings by more than each token for itself.")
         return norms[0]
 
-    def _run(self, x: Tensor) -> Tensor:
-        """Logits of the whole ghost."""
-        positions = torch.arange(x.shape[1], device=x.device)[None]
+    def _run(self, ghost: nn.Module, x: Tensor, positions: Tensor | None = None) -> Any:
+        """The model's own forward, or its decoder's, on embeddings `x`. Costs under a millisecond."""
+        self.begin.out = x
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device).expand(len(x), -1)
+        given = {"position_ids": positions} if self.takes_positions else {}
         with prefix_attention(self.config):
-            given = {"position_ids": positions} if self.takes_positions else {}
-            return self.whole(inputs_embeds=x, use_cache=False, **given)[0]
+            return ghost(input_ids=torch.zeros_like(positions), use_cache=False, **given)
 
     def _hands_on_logits(self) -> bool:
         """Whether the head's output is the model's. If not, what becomes of a logit must not depend on the others."""
@@ -124,10 +158,19 @@ class Blueprint:
             raise ValueError("what the model does behind its head mixes logits of different tokens.")
         return False
 
+    def _enter(self, x: Tensor) -> Tensor:
+        """`[1, N, H]`: the model's own code before its first layer."""
+        self._run(self.ghost, x)
+        (out,) = self.stubs[0].args
+        self.forget()
+        return out
+
     def _finish(self, logits: Tensor) -> Tensor:
-        """`[1, C, V]`: the model's own code behind its head. Costs one run over stubs, under a millisecond."""
+        """`[1, C, V]`: the model's own code behind its head."""
         self.end.out = logits
-        out = self._run(logits.new_empty(1).expand(1, logits.shape[1], self.config.hidden_size))
+        with torch.no_grad():
+            x = blank(logits, logits.shape[:2], self.config.hidden_size)
+        out = self._run(self.whole, x)[0]
         self.forget()
         return out
 
@@ -162,9 +205,8 @@ class Blueprint:
         segment.calls = [stacked[i] if self.stacked[i] else flat[i] for i in range(len(self.layers))]
 
     def _describe(self, positions: Tensor, like: Tensor) -> list[dict[str, Any]]:
-        x = like.new_empty(1).expand(*positions.shape, self.config.hidden_size)
-        with prefix_attention(self.config), torch.no_grad():
-            self.ghost(inputs_embeds=x, use_cache=False, **({"position_ids": positions} if self.takes_positions else {}))
+        with torch.no_grad():
+            self._run(self.ghost, like.new_empty(1).expand(*positions.shape, self.config.hidden_size), positions)
         calls = [{k: v for k, v in stub.kwargs.items() if k != "cache"} for stub in self.stubs]
         self.forget()
         return calls

@@ -145,9 +145,9 @@ def run(layer: Layer, stock: Callable, segment: Segment, x: Tensor, view: View) 
     """The stock layer on one segment, with the prompt's state for its cache; `None` if only its state is wanted."""
     layer.call.place.at(layer.name, segment)
     with prefix_attention(layer.call.config, view), contextlib.suppress(Captured):
-        if not layer.stacked:
-            return stock(x, **segment.calls[layer.index], cache=view)
-        return segment.unstack(stock(segment.stack(x), **segment.calls[layer.index], cache=view))
+        y = stock(segment.stack(x) if layer.stacked else x, **segment.calls[layer.index], cache=view)
+        y = y if isinstance(y, Tensor) else y[0]
+        return segment.unstack(y) if layer.stacked else y
     return None
 
 
