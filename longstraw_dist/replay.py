@@ -30,6 +30,7 @@ from .attention import prefix_attention
 from .failures import Place
 from .groups import Packed, Segment
 from .meter import Meter
+from .scan import continued_scans
 from .state import Captured, PromptState, View
 
 
@@ -144,7 +145,8 @@ class LayerOperation(torch.autograd.Function):
 def run(layer: Layer, stock: Callable, segment: Segment, x: Tensor, view: View) -> Tensor | None:
     """The stock layer on one segment, with the prompt's state for its cache; `None` if only its state is wanted."""
     layer.call.place.at(layer.name, segment)
-    with prefix_attention(layer.call.config, view), contextlib.suppress(Captured):
+    swapped = prefix_attention(layer.call.config, view), continued_scans(layer.module)
+    with swapped[0], swapped[1], contextlib.suppress(Captured):
         y = stock(segment.stack(x) if layer.stacked else x, **segment.calls[layer.index], cache=view)
         y = y if isinstance(y, Tensor) else y[0]
         return segment.unstack(y) if layer.stacked else y
