@@ -20,6 +20,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AttentionInterface
 
 from .state import View
@@ -55,6 +56,7 @@ def attention_forward(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     is_causal: bool = True,
     **ignored,
 ) -> tuple[Tensor, None]:
@@ -66,14 +68,19 @@ def attention_forward(
     assert attention_mask is None, "the blueprint runs without masks"
     assert dropout == 0.0, "find_dropout() looks at every module that has one"
     assert is_causal, f"{type(module).__name__} is not causal"
+    size = value.shape[-1]
+    value = functional.pad(value, (0, key.shape[-1] - size))  # the kernels want one size
     past = [view.past["keys"], view.past["values"]] if "keys" in view.past else []
+    if view.joined:  # the layer has made keys and values of the whole past
+        past = [t[:, :, : view.seen] for t in (key, value)] if view.seen else []
+        key, value = key[:, :, view.seen :], value[:, :, view.seen :]
     query = query.to(key.dtype)  # which the view has cast under autocast
     batch, tokens, lengths = len(query), query.shape[2], view.lengths
     if tokens != sum(lengths):  # stacked, where lengths are those before padding
         query, key, value = (t.transpose(0, 1).flatten(1, 2)[None] for t in (query, key, value))
         lengths = (tokens,) * batch
-    out = PrefixAttention.apply(query, key, value, lengths, Scores(scaling, softcap, sliding_window), *past)
-    return out.transpose(1, 2).reshape(batch, tokens, *out.shape[1::2]), None
+    out = PrefixAttention.apply(query, key, value, lengths, Scores(scaling, softcap, sliding_window), s_aux, *past)
+    return out[..., :size].transpose(1, 2).reshape(batch, tokens, -1, size), None
 
 
 AttentionInterface.register(NAME, attention_forward)
@@ -89,11 +96,12 @@ class Scores:
 
 
 class PrefixAttention(torch.autograd.Function):
-    """`forward(q_BHND, k_BKND, v_BKND, lengths, scores, past_k, past_v, ...) -> o_BHND`. The past comes in blocks,
-    oldest first; its gradient is returned like any other, one tensor a block."""
+    """`forward(q_BHND, k_BKND, v_BKND, lengths, scores, sinks_H, past_k, past_v, ...) -> o_BHND`. The past comes in
+    blocks, oldest first; its gradient is returned like any other, one tensor a block. A sink is a score of each query
+    that weighs nothing (gpt_oss)."""
 
     @staticmethod
-    def forward(ctx, q, k, v, lengths, scores: Scores, *past):
+    def forward(ctx, q, k, v, lengths, scores: Scores, sinks, *past):
         out = lse = None
         for region in split_regions(q, lengths, scores.window, past):
             with torch.autocast(q.device.type, enabled=False):  # q, k and v are cast already
@@ -103,16 +111,24 @@ class PrefixAttention(torch.autograd.Function):
             if out is None or lse is None:
                 out, lse = o.new_empty(q.shape), o_lse.new_empty(q.shape[:3])
             merge_(out[:, :, region.rows], lse[:, :, region.rows], o, o_lse, region.first)
-        ctx.save_for_backward(q, k, v, out, lse, *past)
+        if sinks is not None:
+            both = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+            out.mul_((lse - both).exp()[..., None])
+            lse = both
+        ctx.save_for_backward(q, k, v, sinks, out, lse, *past)
         ctx.lengths, ctx.scores = lengths, scores
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g):
-        q, k, v, out, lse, *past = ctx.saved_tensors
+        q, k, v, sinks, out, lse, *past = ctx.saved_tensors
+        dsinks = None
+        if sinks is not None:
+            weight = (sinks.to(lse.dtype)[:, None] - lse).exp()
+            dsinks = -(weight * (g * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        dpast = [torch.zeros_like(t) if need else None for t, need in zip(past, ctx.needs_input_grad[5:], strict=True)]
+        dpast = [torch.zeros_like(t) if need else None for t, need in zip(past, ctx.needs_input_grad[6:], strict=True)]
         for region in split_regions(q, ctx.lengths, ctx.scores.window, past):
             g_, o_, l_ = (region.fold(t[:, :, region.rows]) for t in (g, out, lse[..., None]))
             with torch.autocast(q.device.type, enabled=False):
@@ -120,7 +136,7 @@ class PrefixAttention(torch.autograd.Function):
                     g_, *region.take(q, k, v, past), o_, l_[..., 0], region.causal, region.mask, ctx.scores
                 )
             region.give(grads, dq, dk, dv, dpast)
-        return dq, dk, dv, None, None, *dpast
+        return dq, dk, dv, None, None, dsinks, *dpast
 
 
 @dataclass

@@ -65,6 +65,7 @@ class Blueprint:
         enter (`Callable`): what the model does with its embeddings before the first layer (a scale), or `None`.
         finish (`Callable`): what it does with its logits behind the head (a softcap, a scale), or `None`.
         attends (`list[bool]`): of each layer, whether its state is keys and values and nothing else.
+        joined (`bool`): whether its layers make keys and values of latents.
         stacked (`list[bool]`): whether it has a recurrence, so that sequences must lie side by side.
     """
 
@@ -99,6 +100,7 @@ class Blueprint:
         self.modules = named_modules(model)
         caches = DynamicCache(config=self.config).layers  # by which transformers says what a layer remembers
         self.attends = [type(cache) in (DynamicLayer, DynamicSlidingWindowLayer) for cache in caches]
+        self.joined = "kv_lora_rank" in self.config.to_dict()
         self.stacked = [isinstance(cache, LinearAttentionCacheLayerMixin) for cache in caches]
 
     def _sample(self, tokens: int) -> Tensor:

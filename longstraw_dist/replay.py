@@ -65,6 +65,7 @@ class Layer:
     first: bool  # no gradient goes below: nothing there is trained
     last: bool  # nothing reads the prompt's output of the last layer
     attends: bool  # its state is keys and values, and nothing else
+    joined: bool  # it makes them of latents
     stacked: bool  # it runs the responses of a replay side by side, since it has a recurrence
 
     @property
@@ -87,7 +88,7 @@ class LayerOperation(torch.autograd.Function):
         y_prompt, y_response, states, kept = None, None, [], []
         with no_checkpointing(layer.module), ctx.autocast.restored():
             for group in layer.call.packed.groups:
-                state = PromptState(group.captured, layer.attends)
+                state = PromptState(group.captured, layer.attends, layer.joined)
                 for chunk in group.chunks:
                     view = state.open(chunk, capture_only=layer.last)
                     y = run(layer, stock, chunk, x_prompt[:, chunk.rows], view)

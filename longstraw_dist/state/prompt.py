@@ -16,10 +16,11 @@ class PromptState:
     Args:
         tokens (`int`): captured tokens of the prompt.
         attends (`bool`): the layer's state is keys and values and nothing else.
+        joined (`bool`): it makes them of latents, which are the state.
     """
 
-    def __init__(self, tokens: int, attends: bool):
-        self.tokens, self.attends = tokens, attends
+    def __init__(self, tokens: int, attends: bool, joined: bool):
+        self.tokens, self.attends, self.joined = tokens, attends, joined
         self.pages: dict[str, Pages] = {}
         self.counts: dict[str, int] = {}
 
@@ -29,7 +30,7 @@ class PromptState:
         for name, pages in self.pages.items():
             if (t := pages.read(segment)) is not None:
                 past[name] = t.detach().requires_grad_(differentiable)
-        return View(past, segment, ATTENTION if capture_only and self.attends else frozenset())
+        return View(past, segment, ATTENTION if capture_only and self.attends else frozenset(), self.joined)
 
     def write(self, segment: Segment, view: View) -> None:
         """Takes over what a prompt chunk's layer call left in its view."""

@@ -21,10 +21,15 @@ class View:
             the responses of a replay share.
         lengths (`tuple[int, ...]`): the sequences of the segment.
         new (`dict[str, Tensor]`): what the layer handed in of the segment itself.
+        joined (`bool`): the layer is given the past before its own tokens, since it makes its keys and values of both
+            (latents). Else its attention reads the past from here.
         enough (`frozenset[str]`): the layer is left, by `Captured`, once it has handed in all of these; empty: never.
     """
 
-    def __init__(self, past: dict[str, Tensor], segment: Segment, enough: frozenset[str] = frozenset()):
+    def __init__(
+        self, past: dict[str, Tensor], segment: Segment, enough: frozenset[str] = frozenset(), joined: bool = False
+    ):
+        self.joined = joined
         self.past, self.lengths, self.seen, self.enough = past, segment.lengths, segment.past, enough
         self.new: dict[str, Tensor] = {}
 
@@ -38,6 +43,8 @@ class View:
             dtype = torch.get_autocast_dtype(key.device.type)
             key, value = key.to(dtype), value.to(dtype)
         self._hand_in(keys=key, values=value)
+        if self.joined and "keys" in self.past:
+            return torch.cat([self.past["keys"], key], 2), torch.cat([self.past["values"], value], 2)
         return key, value
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
