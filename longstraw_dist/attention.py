@@ -57,6 +57,7 @@ def attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
     is_causal: bool = True,
     **ignored,
 ) -> tuple[Tensor, None]:
@@ -65,9 +66,13 @@ def attention_forward(
     assert view is not None, "only run() runs a layer"
     unknown = set(ignored) - IGNORED
     assert not unknown, f"{type(module).__name__} asks for attention that longstraw-dist does not have: {unknown}"
-    assert attention_mask is None, "the blueprint runs without masks"
+    assert (attention_mask is None) == (indices is None), "the blueprint runs without masks"
     assert dropout == 0.0, "find_dropout() looks at every module that has one"
     assert is_causal, f"{type(module).__name__} is not causal"
+    if indices is not None:  # sparse attention: of what it may see, the keys that it has chosen
+        chosen = torch.zeros_like(attention_mask).scatter_(-1, indices[:, None].long(), True)
+        out = functional.scaled_dot_product_attention(query, key, value, chosen & attention_mask, scale=scaling)
+        return out.transpose(1, 2), None
     size = value.shape[-1]
     value = functional.pad(value, (0, key.shape[-1] - size))  # the kernels want one size
     past = [view.past["keys"], view.past["values"]] if "keys" in view.past else []

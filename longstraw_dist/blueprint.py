@@ -16,7 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import (
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from .attention import prefix_attention
 from .groups import Segment
@@ -33,6 +38,7 @@ class Stub(nn.Module):
             self.weight = torch.empty(0, dtype=weight.dtype)
         self.width = width
         self.returns = 0  # length of the tuple that its output opens, or 0 for a tensor
+        self.tokens = [object() for _ in range(3)]  # stand for the rest of the tuple
         self.forget()
 
     def forget(self) -> None:
@@ -44,7 +50,7 @@ class Stub(nn.Module):
         self.args, self.kwargs = args, kwargs
         if self.out is None:
             self.out = blank(args[0], args[0].shape[:-1], self.width)
-        return self.out if not self.returns else (self.out, *[None] * (self.returns - 1))
+        return self.out if not self.returns else (self.out, *self.tokens[: self.returns - 1])
 
 
 def blank(like: Tensor, rows: Sequence[int], width: int) -> Tensor:
@@ -66,6 +72,9 @@ class Blueprint:
         finish (`Callable`): what it does with its logits behind the head (a softcap, a scale), or `None`.
         attends (`list[bool]`): of each layer, whether its state is keys and values and nothing else.
         joined (`bool`): whether its layers make keys and values of latents.
+        indexed (`list[bool]`): whether it chooses the keys that it attends to, and takes a mask for it.
+        relay (`dict[str, int]`): arguments that a layer takes from what the one before it returned behind its hidden
+            states, and at which place of the tuple.
         stacked (`list[bool]`): whether it has a recurrence, so that sequences must lie side by side.
     """
 
@@ -100,6 +109,7 @@ class Blueprint:
         self.modules = named_modules(model)
         caches = DynamicCache(config=self.config).layers  # by which transformers says what a layer remembers
         self.attends = [type(cache) in (DynamicLayer, DynamicSlidingWindowLayer) for cache in caches]
+        self.indexed = [type(cache) is DynamicIndexedLayer for cache in caches]
         self.joined = "kv_lora_rank" in self.config.to_dict()
         self.stacked = [isinstance(cache, LinearAttentionCacheLayerMixin) for cache in caches]
 
@@ -131,8 +141,16 @@ class Blueprint:
             if len(stub.args) != 1 or "cache" not in stub.kwargs:
                 raise ValueError(f"{kind} calls its layers with more than hidden states, or without `cache`.")
             for name, value in stub.kwargs.items():
+                if any(value is token for other in self.stubs for token in other.tokens):
+                    continue
                 if any(t.requires_grad for t in tree_leaves(value) if isinstance(t, Tensor)):
                     raise ValueError(f"{kind} hands `{name}` to its layers, which depends on hidden states.")
+        self.relay = {
+            name: 1 + before.tokens.index(value)
+            for before, after in itertools.pairwise(self.stubs)
+            for name, value in after.kwargs.items()
+            if any(value is token for token in before.tokens)
+        }
         self.forget()
         whole = self._enter(x)
         if not all(torch.equal(whole[:, i : i + 1], self._enter(x[:, i : i + 1])) for i in range(3)):
@@ -209,7 +227,8 @@ class Blueprint:
     def _describe(self, positions: Tensor, like: Tensor) -> list[dict[str, Any]]:
         with torch.no_grad():
             self._run(self.ghost, like.new_empty(1).expand(*positions.shape, self.config.hidden_size), positions)
-        calls = [{k: v for k, v in stub.kwargs.items() if k != "cache"} for stub in self.stubs]
+        apart = {"cache", *self.relay}
+        calls = [{k: v for k, v in stub.kwargs.items() if k not in apart} for stub in self.stubs]
         self.forget()
         return calls
 

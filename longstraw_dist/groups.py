@@ -44,6 +44,7 @@ class Segment:
     past: int  # prompt tokens that come before it
     lengths: tuple[int, ...]  # its sequences, one behind the other: one for a chunk, one a response for a replay
     calls: list[dict[str, Any]] = field(default_factory=list)  # what each layer is called with: blueprint.py
+    relay: dict[str, Tensor] = field(default_factory=dict)  # what a layer left for the next one
     group: int = 0  # its place in the call
     number: int = 0  # chunks of the prompt before it
     is_chunk: bool = False
@@ -58,6 +59,11 @@ class Segment:
             return f"prompt chunk of {self.tokens} tokens at {self.past} of group {self.group}"
         count = f"{len(self.lengths)} response{'s' * (len(self.lengths) > 1)}"
         return f"replay of {count} of group {self.group}, {self.tokens} tokens"
+
+    def mask(self, device: torch.device) -> Tensor:
+        """bool `[1, 1, tokens, past + tokens]`: what each token may see."""
+        own = torch.block_diag(*(torch.ones(n, n, dtype=torch.bool, device=device).tril() for n in self.lengths))
+        return torch.cat([own.new_ones(self.tokens, self.past), own], 1)[None, None]
 
     @property
     def longest(self) -> int:
@@ -107,6 +113,10 @@ class Packed:
     targets: Tensor  # int64 [response tokens]
     rows: list[slice]
     tokens_saved: int  # prompt tokens that a run row by row would forward again
+
+    @property
+    def segments(self) -> list[Segment]:
+        return [segment for group in self.groups for segment in group.segments]
 
     @property
     def returned(self) -> int:

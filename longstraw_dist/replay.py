@@ -66,6 +66,8 @@ class Layer:
     last: bool  # nothing reads the prompt's output of the last layer
     attends: bool  # its state is keys and values, and nothing else
     joined: bool  # it makes them of latents
+    indexed: bool  # it chooses the keys that it attends to
+    relay: dict[str, int]  # what it takes of the layer before, and leaves for the next: blueprint.py
     stacked: bool  # it runs the responses of a replay side by side, since it has a recurrence
 
     @property
@@ -86,6 +88,9 @@ class LayerOperation(torch.autograd.Function):
     def forward(ctx, layer: Layer, stock: Callable, x_prompt: Tensor, x_response: Tensor, *parameters: Tensor):
         ctx.autocast = Autocast(x_response.device.type)
         y_prompt, y_response, states, kept = None, None, [], []
+        segments = layer.call.packed.segments
+        ctx.relay = [list(segment.relay) for segment in segments]
+        relayed = [t for segment in segments for t in segment.relay.values()]
         with no_checkpointing(layer.module), ctx.autocast.restored():
             for group in layer.call.packed.groups:
                 state = PromptState(group.captured, layer.attends, layer.joined)
@@ -107,7 +112,10 @@ class LayerOperation(torch.autograd.Function):
         ctx.versions = versions(layer.module) if any(ctx.needs_input_grad) else []
         hidden = [x_response, x_prompt] if layer.exact else [x_response]
         state_tensors = [t for tensors in kept for t in tensors]
-        ctx.save_for_backward(*hidden, *state_tensors)
+        ctx.save_for_backward(*hidden, *relayed, *state_tensors)
+        if layer.last:
+            for segment in segments:
+                segment.relay = {}
         ctx.set_materialize_grads(False)
         if y_prompt is not None and not layer.exact:
             ctx.mark_non_differentiable(y_prompt)
@@ -126,10 +134,12 @@ class LayerOperation(torch.autograd.Function):
             x_response, *saved = ctx.saved_tensors
             x_prompt = saved.pop(0) if exact else x_response[:, :0]
             kept = iter(saved)
+            for segment, names in zip(call.packed.segments, ctx.relay, strict=True):
+                segment.relay = {name: next(kept) for name in names}
             if g_response is None:
                 g_response = torch.zeros_like(x_response)
             gx_response, gx_prompt = torch.empty_like(x_response), torch.empty_like(x_prompt)
-            gradients = Gradients(layer.module.parameters())
+            gradients = Gradients(layer.module.parameters(), some_choose=layer.indexed)
             for group, state in zip(call.packed.groups, ctx.states, strict=True):
                 state.load(kept)
                 again = functools.partial(recompute, layer, stock, state, gradients)
@@ -148,7 +158,11 @@ def run(layer: Layer, stock: Callable, segment: Segment, x: Tensor, view: View) 
     layer.call.place.at(layer.name, segment)
     swapped = prefix_attention(layer.call.config, view), continued_scans(layer.module)
     with swapped[0], swapped[1], contextlib.suppress(Captured):
-        y = stock(segment.stack(x) if layer.stacked else x, **segment.calls[layer.index], cache=view)
+        given = {**segment.calls[layer.index], **{name: segment.relay.get(name) for name in layer.relay}}
+        if layer.indexed:
+            given["attention_mask"] = segment.mask(x.device)
+        y = stock(segment.stack(x) if layer.stacked else x, **given, cache=view)
+        segment.relay = {name: y[place] for name, place in layer.relay.items() if y[place] is not None}
         y = y if isinstance(y, Tensor) else y[0]
         return segment.unstack(y) if layer.stacked else y
     return None
@@ -167,8 +181,8 @@ class Gradients:
     """Sums the parameters' gradients over segments, in float32 and in the order of the calls; frozen ones cost
     nothing. One gradient a parameter leaves it, rounded once."""
 
-    def __init__(self, parameters: Iterator[nn.Parameter]):
-        self.parameters = list(parameters)
+    def __init__(self, parameters: Iterator[nn.Parameter], some_choose: bool = False):
+        self.parameters, self.some_choose = list(parameters), some_choose
         self.trainable = [p for p in self.parameters if p.requires_grad]
         self.partial: list[Tensor | None] = [None] * len(self.trainable)
 
@@ -192,11 +206,11 @@ class Gradients:
         sums = iter(self.partial)
         return [self._round(p, next(sums)) if p.requires_grad else None for p in self.parameters]
 
-    @staticmethod
-    def _round(parameter: nn.Parameter, total: Tensor | None) -> Tensor:
-        assert total is not None, (
-            f"a parameter of shape {tuple(parameter.shape)} took no part in its layer's recompute"
-        )
+    def _round(self, parameter: nn.Parameter, total: Tensor | None) -> Tensor | None:
+        if total is None:  # an indexer chooses keys, without a gradient: none, as in stock
+            shape = tuple(parameter.shape)
+            assert self.some_choose, f"a parameter of shape {shape} took no part in its layer's recompute"
+            return None
         return total.to(parameter.dtype)
 
 

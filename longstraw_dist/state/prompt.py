@@ -9,6 +9,7 @@ from .pages import Carry, Grow, Pages
 from .view import View
 
 ATTENTION = frozenset({"keys", "values"})
+ALONG = {"keys": 2, "values": 2, "index": 1}  # the dimension along which each grows
 
 
 class PromptState:
@@ -29,21 +30,21 @@ class PromptState:
         past = {}
         for name, pages in self.pages.items():
             if (t := pages.read(segment)) is not None:
-                past[name] = t.detach().requires_grad_(differentiable)
+                past[name] = t.detach().requires_grad_(differentiable and name != "index")  # chosen by, not learned
         return View(past, segment, ATTENTION if capture_only and self.attends else frozenset(), self.joined)
 
     def write(self, segment: Segment, view: View) -> None:
         """Takes over what a prompt chunk's layer call left in its view."""
         for name, t in view.new.items():
             if name not in self.pages:
-                self.pages[name] = Grow(self.tokens, dim=2) if name in ATTENTION else Carry()
+                self.pages[name] = Grow(self.tokens, ALONG[name]) if name in ALONG else Carry()
             self.pages[name].write(segment, t)
 
     def cotangents(self, segment: Segment, view: View) -> tuple[list[Tensor], list[Tensor]]:
         """What a chunk handed in again, and the gradient of each from all that read it."""
         outputs, cotangents = [], []
         for name, t in view.new.items():
-            if (g := self.pages[name].cotangent(segment)) is not None:
+            if t.requires_grad and (g := self.pages[name].cotangent(segment)) is not None:
                 outputs.append(t)
                 cotangents.append(g)
         return outputs, cotangents

@@ -47,6 +47,11 @@ class View:
             return torch.cat([self.past["keys"], key], 2), torch.cat([self.past["values"], value], 2)
         return key, value
 
+    def update_indexer(self, key: Tensor, layer_idx: int) -> Tensor:
+        """Returns the index keys `[1, T, D]` of the past and of the segment."""
+        self._hand_in(index=key)
+        return torch.cat([self.past["index"], key], 1) if "index" in self.past else key
+
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self._shared(f"conv {state_idx}")
 
