@@ -290,6 +290,8 @@ class Attachment:
         embedded = plan.embedding(torch.cat([packed.prompt_ids, packed.response_ids])[None])
         if plan.enter is not None:
             embedded = plan.enter(embedded)
+        if plan.embedded:  # every layer reads them: they travel behind the hidden states
+            embedded = torch.cat([embedded, embedded], -1)
         split = len(packed.prompt_ids)
         x_prompt, x_response = embedded[:, :split].clone(), embedded[:, split:].clone()  # a slice would keep both
         for group in packed.groups:
@@ -309,10 +311,12 @@ class Attachment:
             if first:  # no backward goes below
                 progress.ended = False
                 x_response.requires_grad_()  # ZeRO-3's layer hooks fire on the gradient of a layer's input
-            kind = plan.attends[i], plan.joined, plan.indexed[i], plan.relay, plan.stacked[i]
+            kind = plan.attends[i], plan.joined, plan.indexed[i], plan.embedded, plan.relay, plan.stacked[i]
             layer = Layer(call, module, i, exact, first, last, *kind)
             self.place.at(layer.name)  # the engine gathers it before the operation begins
             x_prompt, x_response = self._call(module, LayerOperation, (layer,), (x_prompt, x_response))
+        if plan.embedded:
+            x_response = x_response.chunk(2, -1)[0]
         rows = functools.partial(Rows, call, chunk_size=config.head_chunk_size)
         if recording and not x_response.requires_grad and trains(plan.head):
             x_response.requires_grad_()  # for its hooks too

@@ -73,6 +73,7 @@ class Blueprint:
         attends (`list[bool]`): of each layer, whether its state is keys and values and nothing else.
         joined (`bool`): whether its layers make keys and values of latents.
         indexed (`list[bool]`): whether it chooses the keys that it attends to, and takes a mask for it.
+        embedded (`list[int]`): further arguments of each layer, counted behind its hidden states, that are the embeddings.
         relay (`dict[str, int]`): arguments that a layer takes from what the one before it returned behind its hidden
             states, and at which place of the tuple.
         stacked (`list[bool]`): whether it has a recurrence, so that sequences must lie side by side.
@@ -135,11 +136,15 @@ class Blueprint:
         if len(norms) != 1:
             raise ValueError(f"{kind} calls {len(norms)} modules beside its layers, where one norm is known.")
         for before, after in itertools.pairwise((*self.stubs, stubs[norms[0]], self.end)):
-            if len(after.args) != 1 or not same(before.out, after.args[0]):
+            if not after.args or not same(before.out, after.args[0]):
                 raise ValueError(f"{kind} changes the hidden states between its layers, its norm and its head.")
+        self.embedded = [i for i, arg in enumerate(self.stubs[0].args[1:]) if isinstance(arg, Tensor) and arg.requires_grad]
         for stub in self.stubs:
-            if len(stub.args) != 1 or "cache" not in stub.kwargs:
-                raise ValueError(f"{kind} calls its layers with more than hidden states, or without `cache`.")
+            if not stub.args or "cache" not in stub.kwargs:
+                raise ValueError(f"{kind} calls its layers without `cache`.")
+            for i in self.embedded:
+                if not torch.equal(stub.args[1 + i], self.stubs[0].args[0]):
+                    raise ValueError(f"{kind} hands more to its layers than hidden states and embeddings.")
             for name, value in stub.kwargs.items():
                 if any(value is token for other in self.stubs for token in other.tokens):
                     continue
@@ -181,7 +186,7 @@ class Blueprint:
     def _enter(self, x: Tensor) -> Tensor:
         """`[1, N, H]`: the model's own code before its first layer."""
         self._run(self.ghost, x)
-        (out,) = self.stubs[0].args
+        out = self.stubs[0].args[0]
         self.forget()
         return out
 
@@ -224,11 +229,13 @@ class Blueprint:
             stacked = self._describe(segment.stacked_positions(like.device), like)
         segment.calls = [stacked[i] if self.stacked[i] else flat[i] for i in range(len(self.layers))]
 
-    def _describe(self, positions: Tensor, like: Tensor) -> list[dict[str, Any]]:
+    def _describe(self, positions: Tensor, like: Tensor) -> list[tuple[list, dict[str, Any]]]:
         with torch.no_grad():
             self._run(self.ghost, like.new_empty(1).expand(*positions.shape, self.config.hidden_size), positions)
         apart = {"cache", *self.relay}
-        calls = [{k: v for k, v in stub.kwargs.items() if k not in apart} for stub in self.stubs]
+        calls = [
+            (list(stub.args[1:]), {k: v for k, v in stub.kwargs.items() if k not in apart}) for stub in self.stubs
+        ]
         self.forget()
         return calls
 

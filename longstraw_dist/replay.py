@@ -67,6 +67,7 @@ class Layer:
     attends: bool  # its state is keys and values, and nothing else
     joined: bool  # it makes them of latents
     indexed: bool  # it chooses the keys that it attends to
+    embedded: list[int]  # arguments, behind its hidden states, that are the embeddings
     relay: dict[str, int]  # what it takes of the layer before, and leaves for the next: blueprint.py
     stacked: bool  # it runs the responses of a replay side by side, since it has a recurrence
 
@@ -158,12 +159,19 @@ def run(layer: Layer, stock: Callable, segment: Segment, x: Tensor, view: View) 
     layer.call.place.at(layer.name, segment)
     swapped = prefix_attention(layer.call.config, view), continued_scans(layer.module)
     with swapped[0], swapped[1], contextlib.suppress(Captured):
-        given = {**segment.calls[layer.index], **{name: segment.relay.get(name) for name in layer.relay}}
+        args, kwargs = segment.calls[layer.index]
+        kwargs = kwargs | {name: segment.relay.get(name) for name in layer.relay}
         if layer.indexed:
-            given["attention_mask"] = segment.mask(x.device)
-        y = stock(segment.stack(x) if layer.stacked else x, **given, cache=view)
+            kwargs["attention_mask"] = segment.mask(x.device)
+        x = segment.stack(x) if layer.stacked else x
+        if layer.embedded:  # the rows are hidden states and, behind them, embeddings
+            x, embeddings = x.chunk(2, -1)
+            args = [embeddings if i in layer.embedded else arg for i, arg in enumerate(args)]
+        y = stock(x, *args, **kwargs, cache=view)
         segment.relay = {name: y[place] for name, place in layer.relay.items() if y[place] is not None}
         y = y if isinstance(y, Tensor) else y[0]
+        if layer.embedded:
+            y = torch.cat([y, embeddings], -1)
         return segment.unstack(y) if layer.stacked else y
     return None
 
