@@ -75,6 +75,12 @@ class View:
         self._hand_in(**{f"recurrent {state_idx}": t})
         return t
 
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        return self._shared("linear")
+
+    def set_linear_cache(self, layer_idx: int, t: Tensor) -> None:
+        self._hand_in(linear=t)
+
     def has_previous_state(self, *args, **kwargs) -> bool:
         return self.seen > 0
 
