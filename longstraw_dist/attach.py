@@ -270,7 +270,7 @@ class Attachment:
             return fault
         if (fault := adapters.find_fault(self.model, self.adapted, self.root is not self.model)) is not None:
             return fault
-        vocabulary = self.model.config.vocab_size
+        vocabulary = self.blueprint.config.vocab_size
         return wrapping.find_fault(self.root, self.blueprint) or find_fault(groups, temperature, vocabulary, device)
 
     def _has_pending_graph(self) -> bool:

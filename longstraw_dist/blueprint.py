@@ -80,7 +80,7 @@ class Blueprint:
     """
 
     def __init__(self, model: PreTrainedModel):
-        self.config = model.config
+        self.config = model.config.get_text_config()
         base = model.get_decoder()
         (name, layers), *others = [(n, c) for n, c in base.named_children() if isinstance(c, nn.ModuleList)]
         if others:
@@ -97,10 +97,8 @@ class Blueprint:
                 self.ghost._modules[n] = nn.ModuleList(self.stubs)
             else:
                 self.ghost._modules[n] = stubs[c] if c in stubs else bare(c)
-        self.whole = bare(model)
         self.end = Stub(self.head, 5)
-        for n, c in model.named_children():
-            self.whole._modules[n] = self.ghost if c is base else self.end if c is self.head else bare(c)
+        self.whole = self._around(model, base)
         if self.embedding not in stubs:
             raise ValueError(f"{type(model).__name__} keeps its input embedding outside of its decoder.")
         self.begin = stubs[self.embedding]
@@ -113,6 +111,16 @@ class Blueprint:
         self.indexed = [type(cache) is DynamicIndexedLayer for cache in caches]
         self.joined = "kv_lora_rank" in self.config.to_dict()
         self.stacked = [isinstance(cache, LinearAttentionCacheLayerMixin) for cache in caches]
+
+    def _around(self, module: nn.Module, base: nn.Module) -> nn.Module:
+        """The ghost of what stands around the decoder; it may lie deeper than one level, beside other encoders."""
+        ghost = bare(module)
+        for n, c in module.named_children():
+            inside = any(m is base for m in c.modules())
+            ghost._modules[n] = (
+                self.ghost if c is base else self.end if c is self.head else self._around(c, base) if inside else bare(c)
+            )
+        return ghost
 
     def _sample(self, tokens: int) -> Tensor:
         return torch.linspace(-1, 1, tokens * self.config.hidden_size, device=self.device).view(1, tokens, -1)

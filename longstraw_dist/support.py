@@ -43,7 +43,8 @@ def refuse_inexact(model: PreTrainedModel) -> None:
         raise ValueError(f'model type "{model.config.model_type}" is not supported yet: {", ".join(SUPPORTED)} are.')
     if (fault := find_dropout(model)) is not None:
         raise ValueError(fault)
-    settings = model.config.to_dict()
+    config = model.config.get_text_config()
+    settings = config.to_dict()
     rope = settings.get("rope_parameters") or {}
     for kind in (rope.get("rope_type"), *(r.get("rope_type") for r in rope.values() if isinstance(r, dict))):
         if kind in ("dynamic", "longrope"):
@@ -58,17 +59,17 @@ def refuse_inexact(model: PreTrainedModel) -> None:
             "output_router_logits=True: the MoE auxiliary loss is not supported yet. Set it to False (in TRL, "
             "router_aux_loss_coef=0.0)."
         )
-    if model.config._experts_implementation not in EXPERTS:
+    if config._experts_implementation not in EXPERTS:
         raise ValueError(
-            f"experts_implementation={model.config._experts_implementation!r} was not tested: choose eager or "
+            f"experts_implementation={config._experts_implementation!r} was not tested: choose eager or "
             "grouped_mm."
         )
-    if model.config._attn_implementation not in ATTENTIONS:
+    if config._attn_implementation not in ATTENTIONS:
         raise ValueError(
-            f"attn_implementation={model.config._attn_implementation!r} may be another function than the softmax "
+            f"attn_implementation={config._attn_implementation!r} may be another function than the softmax "
             f"attention that runs in its place: choose one of {', '.join(ATTENTIONS)}."
         )
-    if any(vars(m).get("config", model.config) is not model.config for m in model.modules()):
+    if any(vars(m).get("config", config) is not config for m in model.get_decoder().modules()):
         raise ValueError(
             "model.config is not the object that its layers read: set its fields instead of replacing it."
         )
