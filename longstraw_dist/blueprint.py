@@ -71,6 +71,7 @@ class Blueprint:
         enter (`Callable`): what the model does with its embeddings before the first layer (a scale), or `None`.
         finish (`Callable`): what it does with its logits behind the head (a softcap, a scale), or `None`.
         attends (`list[bool]`): of each layer, whether its state is keys and values and nothing else.
+        windows (`list[int | None]`): tokens that its attention sees, or all.
         joined (`bool`): whether its layers make keys and values of latents.
         indexed (`list[bool]`): whether it chooses the keys that it attends to, and takes a mask for it.
         embedded (`list[int]`): further arguments of each layer, counted behind its hidden states, that are the embeddings.
@@ -108,6 +109,7 @@ class Blueprint:
         self.modules = named_modules(model)
         caches = DynamicCache(config=self.config).layers  # by which transformers says what a layer remembers
         self.attends = [type(cache) in (DynamicLayer, DynamicSlidingWindowLayer) for cache in caches]
+        self.windows = [vars(cache).get("sliding_window") for cache in caches]
         self.indexed = [type(cache) is DynamicIndexedLayer for cache in caches]
         self.joined = "kv_lora_rank" in self.config.to_dict()
         self.stacked = [isinstance(cache, LinearAttentionCacheLayerMixin) for cache in caches]

@@ -65,6 +65,7 @@ class Layer:
     first: bool  # no gradient goes below: nothing there is trained
     last: bool  # nothing reads the prompt's output of the last layer
     attends: bool  # its state is keys and values, and nothing else
+    window: int | None  # of its attention
     joined: bool  # it makes them of latents
     indexed: bool  # it chooses the keys that it attends to
     embedded: list[int]  # arguments, behind its hidden states, that are the embeddings
@@ -94,7 +95,7 @@ class LayerOperation(torch.autograd.Function):
         relayed = [t for segment in segments for t in segment.relay.values()]
         with no_checkpointing(layer.module), ctx.autocast.restored():
             for group in layer.call.packed.groups:
-                state = PromptState(group.captured, layer.attends, layer.joined)
+                state = PromptState(group.captured, layer.attends, layer.joined, layer.window)
                 for chunk in group.chunks:
                     view = state.open(chunk, capture_only=layer.last)
                     y = run(layer, stock, chunk, x_prompt[:, chunk.rows], view)
@@ -104,7 +105,7 @@ class LayerOperation(torch.autograd.Function):
                     y = run(layer, stock, replay, x_response[:, replay.rows], state.open(replay))
                     y_response = put(y_response, x_response, replay, y)
                 states.append(state)
-                kept.append(state.kept())
+                kept.append(state.kept(layer.exact, group.chunks[0].tokens * x_prompt[0, :1].nbytes if group.chunks else 0))
         if y_prompt is None and not layer.last:
             y_prompt = torch.empty_like(x_prompt)
 
@@ -147,6 +148,11 @@ class LayerOperation(torch.autograd.Function):
                 for replay in group.replays:
                     gx_response[:, replay.rows] = again(replay, x_response, g_response)
                 for chunk in reversed(group.chunks) if exact else ():
+                    for earlier in state.missing(chunk, group.chunks):
+                        with torch.no_grad():
+                            view = state.open(earlier)
+                            run(layer, stock, earlier, x_prompt[:, earlier.rows], view)
+                        state.restore(earlier, view)
                     gx_prompt[:, chunk.rows] = again(chunk, x_prompt, g_prompt, captured=True)
                 state.clear()
             sums = gradients.sums()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from ..groups import Segment
-from .pages import Carry, Grow, Pages
+from .pages import Carry, Grow, Pages, Window
 from .view import View
 
 ATTENTION = frozenset({"keys", "values"})
@@ -18,10 +18,11 @@ class PromptState:
         tokens (`int`): captured tokens of the prompt.
         attends (`bool`): the layer's state is keys and values and nothing else.
         joined (`bool`): it makes them of latents, which are the state.
+        window (`int`, *optional*): tokens that its attention sees, the query's own included.
     """
 
-    def __init__(self, tokens: int, attends: bool, joined: bool):
-        self.tokens, self.attends, self.joined = tokens, attends, joined
+    def __init__(self, tokens: int, attends: bool, joined: bool, window: int | None):
+        self.tokens, self.attends, self.joined, self.window = tokens, attends, joined, window
         self.pages: dict[str, Pages] = {}
         self.counts: dict[str, int] = {}
 
@@ -37,8 +38,27 @@ class PromptState:
         """Takes over what a prompt chunk's layer call left in its view."""
         for name, t in view.new.items():
             if name not in self.pages:
-                self.pages[name] = Grow(self.tokens, ALONG[name]) if name in ALONG else Carry()
+                self.pages[name] = self._begin(name)
             self.pages[name].write(segment, t)
+
+    def _begin(self, name: str) -> Pages:
+        if name not in ALONG:
+            return Carry()
+        return Grow(self.tokens, ALONG[name]) if self.window is None else Window(self.window - 1, ALONG[name])
+
+    def missing(self, chunk: Segment, chunks: list[Segment]) -> list[Segment]:
+        """The chunks to run again, in order, for the state before `chunk` to be there."""
+        carried = [pages for pages in self.pages.values() if isinstance(pages, Carry)]
+        begin = chunk.number
+        while begin and any(begin - 1 not in pages.pages for pages in carried):
+            begin -= 1
+        return chunks[begin : chunk.number]
+
+    def restore(self, chunk: Segment, view: View) -> None:
+        """Takes over what a missing chunk, run again, left of what is carried."""
+        for name, t in view.new.items():
+            if isinstance(pages := self.pages[name], Carry):
+                pages.write(chunk, t)
 
     def cotangents(self, segment: Segment, view: View) -> tuple[list[Tensor], list[Tensor]]:
         """What a chunk handed in again, and the gradient of each from all that read it."""
@@ -54,9 +74,14 @@ class PromptState:
         for name, g in zip(view.leaves, gradients, strict=True):
             self.pages[name].accumulate(segment, g)
 
-    def kept(self) -> list[Tensor]:
-        """What backward needs, for `save_for_backward`. The state itself is empty afterwards."""
-        kept = {name: pages.kept() for name, pages in self.pages.items()}
+    def kept(self, exact: bool, hidden_bytes: int) -> list[Tensor]:
+        """What backward needs, for `save_for_backward`. The state itself is empty afterwards. Of what is carried so few
+        pages are kept that they are no larger than a chunk's hidden states, whose bytes are given."""
+        carried = [pages for pages in self.pages.values() if isinstance(pages, Carry)]
+        page_bytes = sum(t.nbytes for pages in carried for t in list(pages.pages.values())[-1:])
+        for pages in carried:
+            pages.thin(-(-page_bytes // max(hidden_bytes, 1)))
+        kept = {name: pages.kept(exact) for name, pages in self.pages.items()}
         self.counts = {name: len(tensors) for name, tensors in kept.items()}
         return [t for tensors in kept.values() for t in tensors]
 
