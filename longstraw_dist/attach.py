@@ -126,6 +126,8 @@ def attach(model: PreTrainedModel, config: LongStrawConfig | None = None) -> Pre
     def forward(self, *args, prompt_groups=None, temperature=1.0, **kwargs):
         if prompt_groups is not None:
             return attachment_of(self).run(prompt_groups, temperature, (*args, *kwargs))
+        if not torch.is_grad_enabled():
+            wrapping.reshard_before_training(self)
         if patched is None:
             return type(self).forward(self, *args, **kwargs)
         if isinstance(patched, types.MethodType):  # not bound to the model that a copy was made of

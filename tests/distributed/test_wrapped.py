@@ -46,17 +46,18 @@ def loss_of(logps: list[Tensor], entropies: list[Tensor], rank: int, step: int, 
     return 0.05 * weigh(logps, entropies, seed=step + 7 * micro + 31 * rank)
 
 
-def make(kind: str, tied: bool, frozen: str):
-    model = tiny(kind, tied)
+def make(kind: str, tied: bool, frozen: str, wide: bool = False):
+    """`wide` gives matrices above DeepSpeed's default threshold, below which it keeps parameters gathered."""
+    model = tiny(kind, tied, **({"intermediate_size": 4096} if wide else {}))
     for name, p in model.named_parameters():
         p.requires_grad_(not any(part in name for part in FROZEN[frozen]))
     return model
 
 
 @functools.cache
-def reference(kind, tied, mode, optimizer, accumulation, clip, frozen, one_term, world):
+def reference(kind, tied, mode, optimizer, accumulation, clip, frozen, one_term, wide, world):
     """Gradients before clipping, of each step, and what the weights changed by."""
-    model = make(kind, tied, frozen)
+    model = make(kind, tied, frozen, wide)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     stepper = OPTIMIZERS[optimizer](trainable(model))
     layers = model.config.num_hidden_layers
@@ -88,6 +89,7 @@ def parity(
     no_sync=False,
     frozen="none",
     one_term=False,
+    wide=False,
     score="",
     config=None,
     **settings,
@@ -100,7 +102,7 @@ def parity(
     rank, world = dist.get_rank(), dist.get_world_size()
     config = LongStrawConfig(prompt_grad=mode, prompt_chunk_size=5, head_chunk_size=4, **(config or {}))
     wrapped = wrap(
-        name, lambda: make(kind, tied, frozen), config, OPTIMIZERS[optimizer], accumulation, clip, **settings
+        name, lambda: make(kind, tied, frozen, wide), config, OPTIMIZERS[optimizer], accumulation, clip, **settings
     )
     wrapped.no_sync = no_sync
 
@@ -126,7 +128,7 @@ def parity(
     update = {n: w - before[n] for n, w in wrapped.weights().items()}
     if rank > 0:
         return None
-    theirs, their_update = reference(kind, tied, mode, optimizer, accumulation, clip, frozen, one_term, world)
+    theirs, their_update = reference(kind, tied, mode, optimizer, accumulation, clip, frozen, one_term, wide, world)
     return {
         "gradient": max(relative(g, r) for g, r in zip(ours, theirs, strict=True)),
         "parameter": max(worst(g, r) for g, r in zip(ours, theirs, strict=True)),
@@ -145,6 +147,16 @@ def check(ranks, record_property, name, **case):
 
 LONG = {"accumulation": 4, "clip": 0.5}
 SCORED = {"score": "before between"}
+DEFAULTS = dict.fromkeys(  # DeepSpeed's own: overlap, prefetch of 5e7 elements, parameters below 1e5 kept gathered
+    (
+        "overlap_comm",
+        "reduce_bucket_size",
+        "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold",
+        "stage3_max_reuse_distance",
+    )
+)
+OFFLOADED = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
 CASES = [  # each setting meets each engine somewhere; `test_parity_of_all` takes them all together
     ("ddp", {}),
     ("ddp", {"kind": "qwen3", "tied": True, "mode": "detached", "optimizer": "AdamW", "no_sync": True, **LONG}),
@@ -161,11 +173,18 @@ CASES = [  # each setting meets each engine somewhere; `test_parity_of_all` take
     ("zero3", {"overlap_comm": True, "stage3_prefetch_bucket_size": 5000, "stage3_param_persistence_threshold": 40}),
     ("zero3", {"stage3_max_reuse_distance": 10**9, "stage3_prefetch_bucket_size": 10**7}),
     ("zero3", {"reduce_bucket_size": 5000, "accumulation": 2, "offload_optimizer": {"device": "cpu"}}),
+    ("zero3", {"wide": True, "optimizer": "AdamW", **SCORED, **LONG, **DEFAULTS}),
+    ("zero3", {"wide": True, "tied": True, "optimizer": "AdamW", "clip": 0.5, **DEFAULTS, **OFFLOADED}),
+    ("zero3", {"optimizer": "AdamW", "overlap_comm": True, **SCORED, **LONG, **OFFLOADED}),
     ("zero3_init", {"kind": "qwen3", "tied": True, "mode": "last:1"}),
+    ("zero3_from_pretrained", {"kind": "qwen3", "tied": True, "clip": 0.5}),
+    ("zero3_from_pretrained", {"wide": True, "optimizer": "AdamW", "accumulation": 2, **DEFAULTS, **OFFLOADED}),
     ("fsdp2", {"kind": "qwen3", "tied": True, "optimizer": "AdamW", **SCORED, **LONG}),
     ("fsdp2", {"no_sync": True, "frozen": "embedding", "accumulation": 2, "clip": 0.5, **SCORED}),
     ("fsdp2", {"kind": "mistral", "mode": "detached", "reshard_after_forward": False}),
     ("fsdp2", {"mode": "last:2", "one_term": True, "frozen": "a layer", "config": {"offload": "hidden"}}),
+    ("fsdp2", {"mesh_shape": (1, 2), "optimizer": "AdamW", "clip": 0.5, "accumulation": 2, **SCORED}),
+    ("fsdp2", {"mesh_shape": (2, 1), "kind": "qwen3", "tied": True, "accumulation": 2, "no_sync": True}),
     ("fsdp2_one_group", {"tied": True, "mode": "detached"}),
     ("fsdp2_one_group", {"kind": "mistral", "no_sync": True, **SCORED, **LONG}),
     ("fsdp2_accelerate", {"kind": "qwen3", "optimizer": "AdamW", "accumulation": 2, "clip": 0.5, **SCORED}),
@@ -174,7 +193,10 @@ CASES = [  # each setting meets each engine somewhere; `test_parity_of_all` take
 
 
 def spell(value) -> str:
-    return value if isinstance(value, str) else " ".join(f"{k}={v}" for k, v in value.items()) or "default"
+    if isinstance(value, str):
+        return value
+    given = [f"{k}={v}" for k, v in value.items() if v is not None]
+    return " ".join(given + ["at DeepSpeed's defaults"] * (len(given) < len(value))) or "default"
 
 
 @pytest.mark.parametrize(("name", "case"), CASES, ids=spell)
