@@ -89,17 +89,20 @@ def weights_alone(saver: Wrapped, loader: Wrapped, folder: str) -> None:
     full(saver, loader, folder)
 
 
+OFFLOADED = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
 CASES = [
     ("zero3", deepspeed, {}),
-    ("zero3", deepspeed, {"offload_optimizer": {"device": "cpu", "pin_memory": False}, "tied": True}),
+    ("zero3", deepspeed, {**OFFLOADED, "tied": True, "overlap_comm": True}),
+    ("fsdp2", weights_alone, {}),
+    ("fsdp2", sharded, {"mesh_shape": (1, 2), "tied": True}),
+    ("fsdp2_accelerate", full, {}),
+]
+SLOW = [
     ("zero3_init", deepspeed, {"overlap_comm": True}),
     ("zero2", deepspeed, {"tied": True}),
     ("fsdp2", full, {"tied": True}),
     ("fsdp2", sharded, {}),
-    ("fsdp2", weights_alone, {}),
-    ("fsdp2", sharded, {"mesh_shape": (1, 2), "tied": True}),
     ("fsdp2", full, {"mesh_shape": (2, 1)}),
-    ("fsdp2_accelerate", full, {}),
     ("fsdp2_accelerate", sharded, {"tied": True}),
 ]
 
@@ -125,7 +128,9 @@ def spell(value) -> str:
     return getattr(value, "__name__", None) or str(value).replace("'", "") or "default"
 
 
-@pytest.mark.parametrize(("name", "how", "settings"), CASES, ids=spell)
+@pytest.mark.parametrize(
+    ("name", "how", "settings"), CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW], ids=spell
+)
 def test_training_goes_on_from_a_checkpoint(two_ranks, record_property, name, how, settings):
     for loaded, gone_on in two_ranks.run(go_on, name, how, settings, timeout=20):
         record_property("weights after two more steps", gone_on)
@@ -151,8 +156,7 @@ def gathered(bf16: bool, tied: bool) -> tuple[dict[str, Tensor], dict[str, Tenso
     return state, weights
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("bf16", "tied"), [(True, False), (False, True)])
 def test_gathered_weights_are_the_true_ones(two_ranks, bf16, tied):
     for state, weights in two_ranks.run(gathered, bf16, tied):
         assert state.keys() - weights.keys() == ({"lm_head.weight"} if tied else set())

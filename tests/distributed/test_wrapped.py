@@ -17,6 +17,7 @@ from longstraw_dist.config import exact_layers
 
 from ..models import MODELS, ragged, tiny, weigh
 from ..reference import cut_prompt, gradients, relative, stock_rows, worst
+from .launch import Ranks
 from .wrappings import WRAPPINGS, ZERO, trainable, wrap
 
 STEPS = 3
@@ -207,6 +208,16 @@ def test_parity(two_ranks, record_property, name, case):
 @pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "fsdp2"])
 def test_parity_of_three_ranks(three_ranks, record_property, name):
     check(three_ranks, record_property, name, tied=name == "zero3", clip=0.5, one_term=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp2_one_group"])
+def test_parity_of_two_by_two_ranks(record_property, name):
+    ranks = Ranks(4)
+    try:
+        check(ranks, record_property, name, mesh_shape=(2, 2), optimizer="AdamW", accumulation=4, clip=0.2, **SCORED)
+    finally:
+        ranks.stop()
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "fsdp2_one_group", "fsdp2_accelerate"])

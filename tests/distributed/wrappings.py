@@ -186,6 +186,7 @@ def wrap_ddp(name, model, optimizer, accumulation, clip, bf16, settings) -> Wrap
 
 def wrap_fsdp2(name, model, optimizer, accumulation, clip, bf16, settings) -> Wrapped:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, None) if bf16 else MixedPrecisionPolicy()
+    policy = settings.pop("mp_policy", policy)
     if name == "fsdp2_accelerate":
         accelerator = make_accelerator(type(model.get_decoder().layers[0]).__name__, policy, "bf16" if bf16 else "no")
         module, made = accelerator.prepare(model, optimizer(trainable(model)))
