@@ -51,7 +51,7 @@ NAMES = ["zero3", "fsdp2", *(pytest.param(name, marks=pytest.mark.slow) for name
 
 @pytest.mark.parametrize("name", NAMES)
 def test_refused_where_stock_refuses(two_ranks, name):
-    for found in two_ranks.run(both, name, timeout=30):
+    for found in two_ranks.run(both, name, timeout=90):
         unseen = [p for p, (stock, _) in found.items() if not stock]
         assert unseen == ([PARAMETERS[0]] if name in ("fsdp2", "fsdp2_accelerate") else [])
         for stock, ours in found.values():
