@@ -132,7 +132,7 @@ def spell(value) -> str:
     ("name", "how", "settings"), CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW], ids=spell
 )
 def test_training_goes_on_from_a_checkpoint(two_ranks, record_property, name, how, settings):
-    for loaded, gone_on in two_ranks.run(go_on, name, how, settings, timeout=20):
+    for loaded, gone_on in two_ranks.run(go_on, name, how, settings, timeout=90):
         record_property("weights after two more steps", gone_on)
         assert loaded == 0
         assert gone_on <= 1e-6

@@ -119,7 +119,7 @@ def train(rank: int, engine: str, folder: Path, kill: tuple[int, int] | None, re
 def run(engine: str, folder: Path, kill=None, resume=None):
     (folder / "weights.pt").unlink(missing_ok=True)
     (folder / "rendezvous").unlink(missing_ok=True)
-    return endings(train, engine, folder, kill, resume, folder=folder, timeout=100)
+    return endings(train, engine, folder, kill, resume, folder=folder)
 
 
 @pytest.fixture(scope="module")
