@@ -5,7 +5,7 @@ a row's place in the global batch. The reference model is not the policy at its 
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,15 +51,18 @@ class Run:
     gradients: list[dict[str, Tensor]] = field(default_factory=list)  # before each optimizer step
     update: dict[str, Tensor] = field(default_factory=dict)  # what the steps changed the weights by
     batches: list[dict[str, Any]] = field(default_factory=list)  # the inputs of each micro-batch
+    windows: list[int] = field(default_factory=list)  # into how many micro-batches the step of each is divided
 
     def column(self, name: str) -> Tensor:
         return torch.cat([batch[name].flatten() for batch in self.batches])
 
 
-def save_models(folder: Path, kind: str = "llama", tied: bool = False, dtype: torch.dtype = torch.float32) -> Path:
+def save_models(
+    folder: Path, kind: str = "llama", tied: bool = False, dtype: torch.dtype = torch.float32, tok=None, **overrides
+) -> Path:
     """Two ordinary folders, `policy` and `reference`, with weights that differ by 5 %."""
-    tok = tokenizer()
-    policy, noise = tiny(kind, tied, vocab_size=len(tok)), tiny(kind, tied, seed=1, vocab_size=len(tok))
+    tok = tok or tokenizer()
+    policy, noise = (tiny(kind, tied, seed=seed, vocab_size=len(tok), **overrides) for seed in (0, 1))
     for name in ("policy", "reference"):
         policy.to(dtype).save_pretrained(folder / name)
         tok.save_pretrained(folder / name)
@@ -96,8 +99,9 @@ class Recording:
     run: Run | None = None
 
     def _compute_loss(self, model, inputs):
-        if self.run is not None:
+        if self.run is not None and self.model.training:
             self.run.batches.append(inputs)
+            self.run.windows.append(self.current_gradient_accumulation_steps)
         return super()._compute_loss(model, inputs)
 
 
@@ -185,14 +189,18 @@ def scripted_rollouts(width: int = 6):
     return rollout
 
 
-def train(cls: type, folder: Path, **options) -> Run:
+def train(cls: type, folder: Path, resume: str | None = None, prepare: Callable | None = None, **options) -> Run:
+    """`resume` is the checkpoint to go on from; the update is from the first weights all the same. `prepare(trainer)`
+    comes before it trains."""
     trainer = make(cls, folder, **options)
+    if prepare is not None:
+        prepare(trainer)
     run = Run(trainer)
     trainer.run = run
     trainer.add_callback(KeepGradients(run))
     before = load_file(folder / "policy" / "model.safetensors")  # ZeRO-3 would partition a loaded model
     with one_shuffle():
-        trainer.train()
+        trainer.train(resume_from_checkpoint=resume)
     run.update = {n: w - before[n].float() for n, w in weights_of(trainer).items()}
     return run
 
