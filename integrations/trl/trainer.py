@@ -65,6 +65,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
             args = LongStrawGRPOConfig(f"{name.split('/')[-1]}-GRPO")
         refuse_inexact(args, processing_class, train_dataset, eval_dataset, kwargs)
         self.phases = Phases()
+        self._step_ended = True  # the next micro-batch is the first of an optimizer step
         self._reference: Attachment | None = None
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         if self._is_vlm:
@@ -161,12 +162,13 @@ class LongStrawGRPOTrainer(GRPOTrainer):
             return super()._compute_loss(model, inputs)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        if self._step % self.current_gradient_accumulation_steps == 0:
+        if self._step_ended:
             self.phases.reset()
             self._attachment.meter.reset()
         with self.phases("backward"):
             loss = super().training_step(model, inputs, num_items_in_batch)
-        if self._step % self.current_gradient_accumulation_steps == 0:
+        self._step_ended = self.accelerator.sync_gradients  # a short window is one too: `_step` counts on behind it
+        if self._step_ended:
             self._log_step()
         return loss
 
