@@ -7,6 +7,7 @@ import pandas
 import pytest
 from transformers import TrainerCallback
 from trl import GRPOTrainer
+from trl.extras.profiling import ProfilingContext
 
 from longstraw_dist.integrations.trl import LongStrawGRPOTrainer
 
@@ -26,7 +27,7 @@ def test_metrics_while_training(folder, record_property):
     """Every number that stock logs, and longstraw/*. Clipping is on: the norm is that before it."""
     ours, theirs = train_both(folder, beta=0.04, max_grad_norm=0.5, entropy_coef=0.01)
     compare(ours, theirs, record_property)
-    logs = ours.trainer.state.log_history[:-1]
+    logs = ours.log[:-1]
     for log in logs:
         assert log["grad_norm"] > 0.5
         for name in ("prompt_tokens_captured", "prompt_tokens_saved", "hidden_bytes", "state_bytes", "peak_bytes"):
@@ -37,6 +38,16 @@ def test_metrics_while_training(folder, record_property):
     captured = [log["longstraw/prompt_tokens_captured"] for log in logs]
     saved = [log["longstraw/prompt_tokens_saved"] for log in logs]
     assert saved[1] == 3 * captured[1], "groups of four that stay together: three of four prompts saved"
+
+
+def test_profiled_methods(folder, monkeypatch):
+    """What TRL times for wandb and the like, it times in ours too."""
+    names = []
+    monkeypatch.setattr(ProfilingContext, "_log_metrics", lambda context, _: names.append(context.name.split(".", 1)))
+    train_both(folder, max_steps=1)
+    times = [[method for cls, method in names if ("LongStraw" in cls) == ours] for ours in (True, False)]
+    assert times[0] == times[1]
+    assert {"_prepare_inputs", "_get_per_token_logps_and_entropies", "reward"} <= set(times[0])
 
 
 @pytest.mark.parametrize(
@@ -55,7 +66,7 @@ def test_evaluation_while_training(folder, record_property, options):
         folder, arguments=lambda: {"eval_dataset": prompts(5)}, **{**EVALUATION, "max_steps": 4, **options}
     )
     compare(ours, theirs, record_property)
-    evaluations = [log for log in ours.trainer.state.log_history if "eval_loss" in log]
+    evaluations = [log for log in ours.log if "eval_loss" in log]
     assert len(evaluations) == 4 // options.get("eval_steps", 1) + options.get("eval_on_start", False)
     for log in evaluations:
         assert math.isfinite(log["eval_loss"])
@@ -98,7 +109,7 @@ def test_completions_are_logged(folder):
         **EVALUATION,
     )
     compare(ours, theirs)
-    assert {"longest", "eval_longest"} <= {name for log in ours.trainer.state.log_history for name in log}
+    assert {"longest", "eval_longest"} <= {name for log in ours.log for name in log}
     tables = [sorted(Path(run.trainer.args.output_dir, "completions").glob("*.parquet")) for run in (ours, theirs)]
     assert [path.name for path in tables[0]] == [path.name for path in tables[1]] != []
     for paths in zip(*tables, strict=True):

@@ -16,8 +16,8 @@ from .trl_fixtures import CHARACTERS
 from .trl_training import make, norm, save_models
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
-PROMPTS = [(9, 3), (23, 2), (1, 2), (14, 1)]  # (tokens, rows); rows of a group do not lie side by side
-COMPLETIONS = [5, 1, 6, 2, 6, 3, 4, 6]
+PROMPTS = [(9, 4), (23, 2), (1, 1), (14, 1)]  # (tokens, rows); rows of a group do not lie side by side
+COMPLETIONS = [5, 1, 6, 2, 6, 3, 1, 6]
 ORDER = [3, 0, 5, 7, 1, 4, 2, 6]
 # What is trained, as arguments of the trainer. `{"peft_config": ...}` makes the reference PEFT's disabled adapter.
 POLICIES = {"all parameters": {}}
@@ -178,6 +178,25 @@ def test_masks_and_corrections(trainers, record_property, monkeypatch, mask, los
             monkeypatch.setattr(trainer.args, "use_bias_correction_kl", True)
     _, error, size = check(trainers, batch, settings)
     record_property("gradient_error", f"{error:.2e} of {size:.2g}")
+
+
+@pytest.mark.parametrize("quantile", [0.3, 0.45])
+def test_a_quantile_between_equal_entropies(trainers, quantile):
+    """The rows of a group begin with one distribution. Stock's batch gives it one entropy, bit for bit, so that all of
+    these tokens are high or none."""
+    batch, entropies = inputs(trainers[0]), []
+    for trainer in trainers:
+
+        def noted(entropy, mask, threshold, stock=trainer.get_high_entropy_mask):
+            entropies.append(entropy[mask.bool()])
+            return stock(entropy, mask, threshold)
+
+        trainer.get_high_entropy_mask = noted
+    check(trainers, batch, {"loss_type": "grpo", "top_entropy_quantile": quantile, "entropy_coef": 0.1})
+    for values in entropies:
+        values = values.sort().values
+        below = int((1 - quantile) * (len(values) - 1))
+        assert values[below] == values[below + 1]
 
 
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])

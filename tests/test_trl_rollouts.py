@@ -73,14 +73,14 @@ def test_simulated_vllm(folder, plain, record_property, mode):
     """TRL corrects for log-probs of another engine. The engine is simulated: it never generates here."""
 
     options = {"vllm_importance_sampling_mode": mode, "off_policy_mask_threshold": 0.5, "prepare": simulate_vllm}
-    options |= {"vllm_importance_sampling_clip_min": 0.7, "vllm_importance_sampling_clip_max": 1.6}
+    options |= {"vllm_importance_sampling_clip_min": 0.2, "vllm_importance_sampling_clip_max": 5.0}
     ours, theirs = train_both(folder, rollouts(sample_elsewhere), **options)
     compare(ours, theirs, record_property)
     assert ours.trainer.vllm_generation.synced == theirs.trainer.vllm_generation.synced > 1
-    log = ours.trainer.state.log_history[0]
+    log = ours.log[0]
     low, high = (log[f"sampling/importance_sampling_ratio/{name}"] for name in ("min", "max"))
-    assert low == pytest.approx(0.0 if mode.endswith("mask") else 0.7)
-    assert 1.2 < high <= 1.6001
+    assert low == pytest.approx(0.0 if mode.endswith("mask") else 0.2)
+    assert 1 < high <= 5
     assert differs(ours, plain) > 0.05
 
 
@@ -113,7 +113,7 @@ def test_duplicate_prompts(folder, record_property, options, found):
     ours, theirs = train_both(folder, dataset=dataset, **options)
     compare(ours, theirs, record_property)
     assert [tuple(groups_of(batch)) for batch in ours.batches][: len(found)] == found
-    log, prompts = ours.trainer.state.log_history[0], rows(ours.batches[0], "prompt")
+    log, prompts = ours.log[0], rows(ours.batches[0], "prompt")
     if "gradient_accumulation_steps" in options:  # one micro-batch a step
         captured, saved = (log[f"longstraw/prompt_tokens_{name}"] for name in ("captured", "saved"))
         assert captured == len(prompts[0]) - 1
@@ -136,4 +136,4 @@ def test_rewards(folder, record_property, function, beta):
     ours, theirs = train_both(folder, lambda: {"reward_funcs": [function]}, beta=beta, max_steps=2)
     compare(ours, theirs, record_property)
     assert (ours.column("advantages") == 0).float().mean() >= 0.25
-    assert math.isfinite(ours.trainer.state.log_history[0]["reward"])
+    assert math.isfinite(ours.log[0]["reward"])

@@ -29,7 +29,7 @@ SCHEDULES = [  # of the defaults: accumulation 2, num_iterations 2, micro-batche
 OPTIONS = [
     {"pad_to_multiple_of": 16},
     {"use_adaptive_entropy": True, "entropy_target": 3.0},
-    {"top_entropy_quantile": 0.37, "off_policy_mask_threshold": 0.1},  # 0.3 falls between two equal entropies
+    {"top_entropy_quantile": 0.3, "off_policy_mask_threshold": 0.1},
     {"temperature": 0.6, "scale_rewards": "batch"},
     {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "none"},
     {"use_cache": True, "torch_empty_cache_steps": 1, "full_determinism": False},
@@ -65,7 +65,7 @@ def test_a_short_last_window(folder, record_property, steps_per_generation):
     compare(ours, theirs, record_property)
     if steps_per_generation > 1:  # the old policy is scored, which is counted too
         return
-    logs = ours.trainer.state.log_history[:-1]  # each of one step, although the second epoch begins at the 17th
+    logs = ours.log[:-1]  # each of one step, although the second epoch begins at the 17th
     batches = iter(ours.batches)
     for log, window in zip(logs, 2 * (5 * [3] + [1]), strict=True):
         tokens = sum(int(next(batches)["prompt_mask"][0].sum()) - 1 for _ in range(window))  # one group in each
@@ -91,7 +91,7 @@ def test_a_stream_that_ends_within_a_window(folder, record_property):
 @pytest.mark.parametrize("alpha", [1.0, 0.6])
 def test_sync_ref_model(folder, record_property, alpha):
     """The reference follows the policy, from its own start: kl and the gradients are stock's."""
-    options = {"beta": 0.04, "learning_rate": 1e-2, "max_steps": 4, "num_iterations": 1, "steps_per_generation": 1}
+    options = {"beta": 0.04, "max_steps": 4, "num_iterations": 1, "steps_per_generation": 1}
     sync = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": alpha}
     ours, theirs = train_both(folder, **options, **sync)
     compare(ours, theirs, record_property)
@@ -119,7 +119,7 @@ def test_resume(folder, tmp_path, record_property, options):
         resumed.append(train(cls, folder, resume=str(tmp_path / cls.__name__ / "checkpoint-2"), **given))
     assert resumed[0].trainer.state.global_step == options["max_steps"]
     assert len(resumed[0].gradients) == options["max_steps"] - 2
-    compare(*whole)
-    compare(*resumed, record_property)
+    compare(*whole, adamw=True)
+    compare(*resumed, record_property, adamw=True)
     if "steps_per_generation" not in options:
         assert all(torch.equal(resumed[0].update[name], change) for name, change in whole[0].update.items())

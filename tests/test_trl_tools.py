@@ -108,7 +108,7 @@ def test_tools(folder, record_property, case):
     options = {"max_completion_length": 300, "max_steps": 2, "beta": 0.04, **options}
     ours, theirs = train_both(folder, lambda: common | given, dataset=conversations(), prepare=speak, **options)
     compare(ours, theirs, record_property)
-    log = ours.trainer.state.log_history[0]
+    log = ours.log[0]
     assert log["tools/call_frequency"] == pytest.approx(0.75)
     assert log["tools/failure_frequency"] == pytest.approx(1 / 3)
     for batch in ours.batches:

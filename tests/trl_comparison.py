@@ -14,26 +14,26 @@ from longstraw_dist.integrations.trl import LongStrawGRPOTrainer
 from .reference import relative, worst
 from .trl_training import Run, norm, scripted_rollouts, train
 
+SGD = {"optim": "sgd", "learning_rate": 0.05}
 TIMES = ("step_time", "runtime", "_per_second")  # how the names of what a clock measured end
 
 
 def train_both(folder: Path, arguments: Callable[[], dict[str, Any]] | None = None, **options) -> tuple[Run, Run]:
-    """Ours and stock's, on the same scripted rollouts unless `arguments()` brings others."""
-    runs = []
+    """Ours and stock's, on the same scripted rollouts unless `arguments()` brings others, and with SGD: AdamW makes a
+    whole step of a gradient that is nothing but rounding."""
+    options, runs = {**SGD, **options}, []
     for cls in (LongStrawGRPOTrainer, GRPOTrainer):
         given = {"rollout_func": scripted_rollouts(), **(arguments() if arguments else {})}
         runs.append(train(cls, folder, arguments=given, **options))
     return runs[0], runs[1]
 
 
-def compare(ours: Run, theirs: Run, record=None, moved: float = 0.1) -> None:
-    """
-    Args:
-        moved (`float`): the least norm of the update, so that it is known to be one.
-    """
+def compare(ours: Run, theirs: Run, record=None, adamw: bool = False) -> None:
+    """`adamw`: the bars of an optimizer that makes a whole step of rounding errors, so that later weights differ."""
     compare_inputs(ours, theirs)
-    compare_gradients(ours, theirs, record, moved)
-    compare_logs(ours.trainer.state.log_history, theirs.trainer.state.log_history)
+    assert min(ours.gaps, default=1.0) > 1e-4, "choose another top_entropy_quantile: rounding decides on a token"
+    compare_gradients(ours, theirs, record, adamw)
+    compare_logs(ours.log, theirs.log)
 
 
 def compare_inputs(ours: Run, theirs: Run) -> None:
@@ -47,23 +47,25 @@ def compare_inputs(ours: Run, theirs: Run) -> None:
             torch.testing.assert_close(batch[name], value, rtol=0, atol=0 if exact else 1e-3, equal_nan=True, msg=name)
 
 
-def compare_gradients(ours: Run, theirs: Run, record=None, moved: float = 0.1) -> None:
+def compare_gradients(ours: Run, theirs: Run, record, adamw: bool) -> None:
+    """Before each optimizer step, as a whole and parameter by parameter; and what the steps made of them."""
     assert len(ours.gradients) == len(theirs.gradients) > 0
     pairs = list(zip(ours.gradients, theirs.gradients, strict=True))
     errors, sizes = [relative(g, r) for g, r in pairs], [norm(g) for g in theirs.gradients]
-    update, moved_by = relative(ours.update, theirs.update), norm(theirs.update)
-    text = f"gradients {errors[0]:.1e}, later {max(errors):.1e}, norms {min(sizes):.2g} to {max(sizes):.2g}"
-    print(f"{text}; update {update:.1e} of {moved_by:.2g}")
+    update, moved = relative(ours.update, theirs.update), norm(theirs.update)
+    text = f"{errors[0]:.1e}, later {max(errors):.1e}, norms {min(sizes):.2g} to {max(sizes):.2g}"
+    print(f"gradients {text}; update {update:.1e} of {moved:.2g}")
     if record is not None:
         record("gradient_error", text)
-        record("update_error", f"{update:.2e} of {moved_by:.3g}")
+        record("update_error", f"{update:.2e} of {moved:.3g}")
     assert min(sizes) > 1e-2
+    assert moved > 1e-2
     assert errors[0] <= 1e-5
-    assert max(errors) <= 1e-4, "AdamW makes a step of 1e-3 of a gradient of rounding errors: later weights differ"
-    error, name = worst(*pairs[0])
-    assert error <= 1e-4, name
-    assert moved_by > moved
-    assert update <= 1e-3
+    assert max(errors) <= (1e-4 if adamw else 1e-5)
+    for one in pairs[:1] if adamw else pairs:
+        error, name = worst(*one)
+        assert error <= 1e-4, name
+    assert update <= (1e-3 if adamw else 1e-4)
 
 
 def compare_logs(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:

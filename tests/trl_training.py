@@ -5,6 +5,7 @@ a row's place in the global batch. The reference model is not the policy at its 
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,6 +53,8 @@ class Run:
     update: dict[str, Tensor] = field(default_factory=dict)  # what the steps changed the weights by
     batches: list[dict[str, Any]] = field(default_factory=list)  # the inputs of each micro-batch
     windows: list[int] = field(default_factory=list)  # into how many micro-batches the step of each is divided
+    log: list[dict[str, Any]] = field(default_factory=list)  # what was logged
+    gaps: list[float] = field(default_factory=list)  # between the entropies on both sides of each quantile
 
     def column(self, name: str) -> Tensor:
         return torch.cat([batch[name].flatten() for batch in self.batches])
@@ -94,7 +97,7 @@ def make(cls: type, folder: Path, dataset=None, dtype: torch.dtype = torch.float
 
 
 class Recording:
-    """Notes each micro-batch's inputs."""
+    """Notes each micro-batch's inputs, and how clear it is which entropies are high."""
 
     run: Run | None = None
 
@@ -103,6 +106,14 @@ class Recording:
             self.run.batches.append(inputs)
             self.run.windows.append(self.current_gradient_accumulation_steps)
         return super()._compute_loss(model, inputs)
+
+    def get_high_entropy_mask(self, entropies, mask, threshold):
+        high = super().get_high_entropy_mask(entropies, mask, threshold)
+        if self.run is not None:
+            end = entropies.new_full((1,), math.inf)
+            low, top = (torch.cat([x, end]).min() for x in (entropies[high], -entropies[mask.bool() & ~high]))
+            self.run.gaps.append(self.accelerator.gather(torch.stack([low, top])).view(-1, 2).amin(0).sum().item())
+        return high
 
 
 class KeepGradients(TrainerCallback):
@@ -155,7 +166,17 @@ def weights_of(trainer) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_fp32_param
 
         return {n: safe_get_full_fp32_param(p).clone() for n, p in policy_of(trainer).named_parameters()}
-    return {n: full(p.detach()).float().clone() for n, p in policy_of(trainer).named_parameters()}
+    return whole_weights(policy_of(trainer))
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The same of a model that has no optimizer."""
+    if any(hasattr(p, "ds_id") for p in model.parameters()):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            return {n: p.detach().float().clone() for n, p in model.named_parameters()}
+    return {n: full(p.detach()).float().clone() for n, p in model.named_parameters()}
 
 
 @contextlib.contextmanager
@@ -202,6 +223,7 @@ def train(cls: type, folder: Path, resume: str | None = None, prepare: Callable 
     with one_shuffle():
         trainer.train(resume_from_checkpoint=resume)
     run.update = {n: w - before[n].float() for n, w in weights_of(trainer).items()}
+    run.log = list(trainer.state.log_history)
     return run
 
 
