@@ -14,7 +14,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))  # tests/ holds the models and the reference
 
 from longstraw_dist import LongStrawConfig, attach
-from longstraw_dist.attach import SUPPORTED, attachment_of
+from longstraw_dist.attach import attachment_of
+from longstraw_dist.support import SUPPORTED
 from tests.models import MODELS, ragged, tiny, weigh
 from tests.reference import cut_prompt, gradients, relative, stock_rows
 
@@ -51,7 +52,11 @@ def state_bytes(kind: str) -> str:
     model(prompt_groups=ragged(shapes=((41, (3,)),)))
     config = model.config
     measured = attachment_of(model).meter.kept_bytes["state"] / 40 / config.num_hidden_layers
-    keys = 2 * config.num_key_value_heads * (config.head_dim or config.hidden_size // config.num_attention_heads)
+    keys = (
+        2
+        * config.num_key_value_heads
+        * (MODELS[kind][1].get("head_dim") or config.hidden_size // config.num_attention_heads)
+    )
     assert measured == keys * 4, "K and V of each captured token, in float32"
     return "2 x key heads x head size x itemsize"
 
@@ -59,9 +64,13 @@ def state_bytes(kind: str) -> str:
 def rows() -> str:
     lines = []
     for kind in SUPPORTED:
-        window = MODELS[kind][1].get("sliding_window")
+        settings = MODELS[kind][1]
         exact, detached = error(kind, "exact"), error(kind, "detached")
-        state = "K, V, read through a window" if window else "K, V"
+        state = "K, V"
+        if "sliding_window" in settings:
+            state += (
+                ", in some layers read through a window" if "layer_types" in settings else ", read through a window"
+            )
         lines.append(
             f"| {kind} | {state} | {state_bytes(kind)} | {max(exact[0], detached[0]):.0e} | {exact[1]:.0e} "
             f"| {detached[1]:.0e} |"

@@ -234,7 +234,8 @@ def main() -> None:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(OneLineProgress())
 
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    resume: Any = training_args.resume_from_checkpoint
+    trainer.train(resume_from_checkpoint=True if resume in ("true", "True") else resume)  # a word on a command line
     trainer.save_model(training_args.output_dir)
     steps = [log for log in trainer.state.log_history if "reward" in log]
     if trainer.accelerator.is_main_process and steps:

@@ -13,23 +13,23 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from . import wrapping
+from . import adapters, failures, wrapping
+from .adapters import base_of
 from .blueprint import Blueprint
 from .config import LongStrawConfig, exact_layers
 from .groups import PromptGroup, find_fault, pack
 from .head import Graph, HeadOperation, NormOperation, Rows
 from .meter import Meter
-from .replay import Layer, LayerOperation, Progress
+from .replay import Call, Layer, LayerOperation, Progress
 from .storage import offload_to_host
-
-SUPPORTED = ("llama", "mistral", "qwen3")
-ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+from .support import find_dropout, refuse_inexact
 
 
 @dataclass
@@ -77,7 +77,7 @@ class LongStrawOutput(ModelOutput):
             yield
 
 
-def attach(model: PreTrainedModel, config: LongStrawConfig | None = None) -> PreTrainedModel:
+def attach(model: Any, config: LongStrawConfig | None = None) -> Any:
     """
     Lets `model(prompt_groups=[PromptGroup(...), ...], temperature=1.0)` run each group's prompt once.
 
@@ -91,33 +91,31 @@ def attach(model: PreTrainedModel, config: LongStrawConfig | None = None) -> Pre
     graph a backward: put all groups of a micro-batch into it.
 
     Args:
-        model (`PreTrainedModel`): a causal LM of a supported type.
+        model (`PreTrainedModel` or `peft.PeftModel`): a causal LM of a supported type. Add adapters before.
         config ([`LongStrawConfig`], *optional*): how to run it.
 
     Returns:
-        `PreTrainedModel`: the model itself.
+        The model itself.
 
     Raises:
         `ValueError`: for a type, a setting or a wrapping that is not supported, naming it and what to do.
     """
     config = config or LongStrawConfig()
+    root = model
     if isinstance(model, nn.Module):
         wrapping.refuse_wrapped(model)
-        refuse_adapters(model)
+        adapters.refuse_adapters(model)
+        model = base_of(model)
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
         raise ValueError(f"attach() got a {type(model).__name__}: pass a transformers causal LM.")
     if is_attached(model):
         raise ValueError(f"this {type(model).__name__} is attached already: attach() it once.")
-    if model.config.model_type not in SUPPORTED:
-        raise ValueError(f'model type "{model.config.model_type}" is not supported yet: {", ".join(SUPPORTED)} are.')
     refuse_inexact(model)
-    if (fault := find_dropout(model)) is not None:
-        raise ValueError(fault)
-    attachment = Attachment(model, config)
+    attachment = Attachment(model, config, root)
     layers = attachment.blueprint.layers
     if attachment.exact_layers > len(layers):
         raise ValueError(f"prompt_grad={config.prompt_grad!r} asks for more than the {len(layers)} layers.")
-    wrapping.mark_leaves(layers)
+    wrapping.mark_leaves([*layers, attachment.blueprint.head])
     vars(model)["_longstraw"] = attachment
 
     patched = vars(model).get("forward")  # by TRL or accelerate, on the instance
@@ -125,7 +123,8 @@ def attach(model: PreTrainedModel, config: LongStrawConfig | None = None) -> Pre
     @functools.wraps(type(model).forward)  # generate() and Trainer read the signature
     def forward(self, *args, prompt_groups=None, temperature=1.0, **kwargs):
         if prompt_groups is not None:
-            return attachment_of(self).run(prompt_groups, temperature, (*args, *kwargs))
+            given = [name for name, value in kwargs.items() if value is not None]  # PEFT hands on all of its own
+            return attachment_of(self).run(prompt_groups, temperature, (*args, *given))
         if patched is None:
             return type(self).forward(self, *args, **kwargs)
         if isinstance(patched, types.MethodType):  # not bound to the model that a copy was made of
@@ -133,7 +132,7 @@ def attach(model: PreTrainedModel, config: LongStrawConfig | None = None) -> Pre
         return patched(*args, **kwargs)
 
     model.forward = types.MethodType(forward, model)
-    return model
+    return root
 
 
 def recover(model: PreTrainedModel) -> None:
@@ -149,36 +148,42 @@ def recover(model: PreTrainedModel) -> None:
 
 
 def is_attached(model: nn.Module) -> bool:
-    return "_longstraw" in vars(model)
+    return "_longstraw" in vars(base_of(model))
 
 
 def attachment_of(model: nn.Module) -> "Attachment":
     """What `attach` left on the (unwrapped) model. Raises `ValueError` if it never was."""
     if not is_attached(model):
         raise ValueError(f"this {type(model).__name__} is not attached: call attach(model) before it is wrapped.")
-    return vars(model)["_longstraw"]
+    return vars(base_of(model))["_longstraw"]
 
 
 class Attachment:
     """Everything that an attached model carries: its blueprint, its settings, what happened."""
 
-    def __init__(self, model: PreTrainedModel, config: LongStrawConfig):
+    def __init__(self, model: PreTrainedModel, config: LongStrawConfig, root: nn.Module):
         self.model, self.config = model, config
+        self.root = root  # what an engine wraps: the model, or PEFT's around it
+        self.adapted = len(adapters.tuners(model))
         self.blueprint = Blueprint(model)
         self.meter = Meter()
+        self.place = failures.Place()
         self._forget()
 
     def _forget(self) -> None:
         self.pending: weakref.ref[Graph] | None = None  # the graph of the last call, while it lives
         self.engine = "none"  # that called last
+        self.applied: list[tuple] = []  # adapters of the last call with a graph
         self.progress = Progress()  # of the last call's backward
         self.failed: str | None = None  # what a backward that ended in the middle has left behind
 
     def __deepcopy__(self, memo: dict) -> "Attachment":
         twin = object.__new__(Attachment)
         memo[id(self)] = twin
-        twin.model, twin.config, twin.meter = copy.deepcopy(self.model, memo), self.config, Meter()
+        twin.model, twin.root = copy.deepcopy(self.model, memo), copy.deepcopy(self.root, memo)
+        twin.config, twin.meter, twin.adapted = self.config, Meter(), self.adapted
         twin.blueprint = copy.deepcopy(self.blueprint, memo)
+        twin.place = failures.Place()
         twin._forget()
         return twin
 
@@ -193,9 +198,9 @@ class Attachment:
         """One packed call. Whatever may be wrong on one rank is found here, before the first parameter is gathered."""
         recording = torch.is_grad_enabled()
         device = self.blueprint.device
-        self.engine = wrapping.engine_of(self.model)
+        self.engine = wrapping.engine_of(self.root)
         if not recording:
-            wrapping.reshard_after(self.model)
+            wrapping.reshard_after(self.root)
         try:
             try:
                 fault = self._find_fault(groups, temperature, unknown, recording, device)
@@ -204,16 +209,33 @@ class Attachment:
             fault = wrapping.agree(fault, recording, device)
             if fault is not None:
                 raise ValueError(fault)
-            return self._run(groups, temperature, recording, device)
+            with self._named("forward"):
+                return self._run(groups, temperature, recording, device)
         except BaseException:
-            wrapping.release(self.model)
+            wrapping.release(self.root)
             raise
 
     @contextlib.contextmanager
-    def _backward(self) -> Iterator[None]:
-        """Around each operation's backward: adds to an exception what it leaves behind in the engine."""
+    def _named(self, phase: str) -> Iterator[None]:
+        """Adds to an exception where it happened, and how memory would suffice."""
         try:
             yield
+        except BaseException as error:
+            text = failures.describe(error, self.place, phase, self.config, self.blueprint.device)
+            error.add_note(f"longstraw-dist: {text}")
+            raise
+        finally:
+            self.place.at(None)
+
+    @contextlib.contextmanager
+    def _backward(self, module: str) -> Iterator[None]:
+        """Around each operation's backward: adds to an exception what it leaves behind in the engine, too."""
+        self.place.at(module)
+        try:
+            with self._named("backward"):
+                if adapters.applied(self.model) != self.applied:
+                    raise ValueError("the active adapters changed between a forward and its backward.")
+                yield
         except BaseException as error:
             self._fail()
             if self.failed:
@@ -227,7 +249,7 @@ class Attachment:
 
     def recover(self) -> None:
         if self.failed is not None:
-            wrapping.recover(self.model, self.engine)
+            wrapping.recover(self.root, self.engine)
             self.failed = None
 
     def _find_fault(self, groups, temperature, unknown, recording, device) -> str | None:
@@ -246,8 +268,10 @@ class Attachment:
             return fault
         if (fault := self.blueprint.find_change(self.model)) is not None:
             return fault
+        if (fault := adapters.find_fault(self.model, self.adapted, self.root is not self.model)) is not None:
+            return fault
         vocabulary = self.model.config.vocab_size
-        return wrapping.find_fault(self.model, self.blueprint) or find_fault(groups, temperature, vocabulary, device)
+        return wrapping.find_fault(self.root, self.blueprint) or find_fault(groups, temperature, vocabulary, device)
 
     def _has_pending_graph(self) -> bool:
         if self.progress.begun or self.pending is None or self.pending() is None:
@@ -257,6 +281,9 @@ class Attachment:
 
     def _run(self, groups, temperature, recording: bool, device: torch.device) -> LongStrawOutput:
         plan, config = self.blueprint, self.config
+        if recording:
+            self.applied = adapters.applied(self.model)
+        self.place.at("the embedding")
         packed = pack(groups, config, device)
         self.meter.begin(len(packed.prompt_ids), packed.tokens_saved, recording)
 
@@ -266,9 +293,8 @@ class Attachment:
         for group in packed.groups:
             for segment in group.segments:
                 plan.describe(segment, x_response)
-        if recording and not embedded.requires_grad:  # ZeRO-3's layer hooks fire on the gradient of a layer's input
-            x_response.requires_grad_()
-        progress = Progress()
+        progress = Progress(ended=True)
+        call = Call(packed, plan.config, self.meter, progress, self.place, self._backward)
         first_exact = len(plan.layers) - self.exact_layers
         if first_exact > 0:
             x_prompt = x_prompt.detach()
@@ -277,14 +303,21 @@ class Attachment:
         for i, module in enumerate(plan.layers):
             last = i == len(plan.layers) - 1
             exact = i >= first_exact
-            layer = Layer(module, i, plan.config, packed, exact, last, self.meter, self._backward, progress)
+            first = recording and progress.ended and (x_response.requires_grad or trains(module))
+            if first:  # no backward goes below
+                progress.ended = False
+                x_response.requires_grad_()  # ZeRO-3's layer hooks fire on the gradient of a layer's input
+            layer = Layer(call, module, i, exact, first, last)
+            self.place.at(layer.name)  # the engine gathers it before the operation begins
             x_prompt, x_response = self._call(module, LayerOperation, (layer,), (x_prompt, x_response))
-        rows = functools.partial(
-            Rows, packed=packed, chunk_size=config.head_chunk_size, meter=self.meter, guard=self._backward
-        )
-        x_response = self._call(plan.norm, NormOperation, (rows(plan.norm),), (x_response,))
+        rows = functools.partial(Rows, call, chunk_size=config.head_chunk_size)
+        if recording and not x_response.requires_grad and trains(plan.head):
+            x_response.requires_grad_()  # for its hooks too
+        self.place.at("the norm")
+        x_response = self._call(plan.norm, NormOperation, (rows("the norm", plan.norm),), (x_response,))
         graph = Graph(progress)
-        head = rows(plan.head, temperature=float(temperature))
+        self.place.at("the LM head")
+        head = rows("the LM head", plan.head, temperature=float(temperature), finish=plan.finish)
         scores = self._call(plan.head, HeadOperation, (head, graph), (x_response,))
         if recording:
             self.pending, self.progress = weakref.ref(graph), progress
@@ -317,45 +350,5 @@ def replaced_forward(module: nn.Module, forward: Callable) -> Iterator[None]:
             module.forward = before  # type: ignore[method-assign]
 
 
-def find_dropout(model: nn.Module) -> str | None:
-    """Names an active dropout: a recompute would draw another mask. Every model type keeps its rates in these two."""
-    for name, module in model.named_modules():
-        rate = module.p if isinstance(module, nn.Dropout) else vars(module).get("attention_dropout", 0.0)
-        if rate:
-            return (
-                f"{name} has dropout {rate}: backward recomputes, and would draw another mask. Set it to 0 "
-                "(attention_dropout=0.0 in the model's config)."
-            )
-    return None
-
-
-def refuse_adapters(model: nn.Module) -> None:
-    if type(model).__module__.startswith("peft.") or any("lora_" in name for name, _ in model.named_parameters()):
-        raise ValueError("PEFT adapters are not supported yet: train all parameters, or merge the adapter first.")
-
-
-def refuse_inexact(model: PreTrainedModel) -> None:
-    """Raises `ValueError` for a setting of the model under which a run in segments differs from the stock one."""
-    rope = getattr(model.config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        raise ValueError(
-            f"rope_type={rope['rope_type']!r} depends on the length of each call, so a prompt in chunks would differ: "
-            'use "default", "linear", "llama3" or "yarn".'
-        )
-    if model.config._attn_implementation not in ATTENTIONS:
-        raise ValueError(
-            f"attn_implementation={model.config._attn_implementation!r} may be another function than the softmax "
-            f"attention that runs in its place: choose one of {', '.join(ATTENTIONS)}."
-        )
-    if any(vars(m).get("config", model.config) is not model.config for m in model.modules()):
-        raise ValueError(
-            "model.config is not the object that its layers read: set its fields instead of replacing it."
-        )
-    decoder = model.get_decoder()
-    for name, module in (("the decoder", decoder), ("the LM head", model.get_output_embeddings())):
-        if module._forward_hooks or module._forward_pre_hooks:
-            raise ValueError(f"a forward hook on {name} would see packed tokens: remove it, or hook a module inside.")
-    if "forward" in vars(decoder):
-        raise ValueError("the decoder's forward is patched, and would not run: patch a module inside of it.")
-    if getattr(model, "is_quantized", False):
-        raise ValueError("a quantized model is not supported: load it in float32, bfloat16 or float16.")
+def trains(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())

@@ -47,6 +47,7 @@ def attention_forward(
     prefix,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     is_causal: bool = True,
     **ignored,
 ) -> tuple[Tensor, None]:
@@ -58,30 +59,39 @@ def attention_forward(
     assert is_causal, f"{type(module).__name__} is not causal"
     past = [t for block in prefix.past for t in block]
     query = query.to(key.dtype)  # which the view has cast under autocast
-    out = PrefixAttention.apply(query, key, value, prefix.lengths, sliding_window, scaling, *past)
+    out = PrefixAttention.apply(query, key, value, prefix.lengths, Scores(scaling, softcap, sliding_window), *past)
     return out.transpose(1, 2), None
 
 
 AttentionInterface.register(NAME, attention_forward)
 
 
+@dataclass(frozen=True)
+class Scores:
+    """What a layer does with q k^T before the softmax: `softcap * tanh(scale * q k^T / softcap)`, in a window."""
+
+    scale: float
+    softcap: float | None = None
+    window: int | None = None
+
+
 class PrefixAttention(torch.autograd.Function):
-    """`forward(q_BHND, k_BKND, v_BKND, lengths, window, scale, past_k, past_v, ...) -> o_BHND`. The past comes in
-    blocks, oldest first; its gradient is returned like any other, one tensor a block."""
+    """`forward(q_BHND, k_BKND, v_BKND, lengths, scores, past_k, past_v, ...) -> o_BHND`. The past comes in blocks,
+    oldest first; its gradient is returned like any other, one tensor a block."""
 
     @staticmethod
-    def forward(ctx, q, k, v, lengths, window, scale, *past):
+    def forward(ctx, q, k, v, lengths, scores: Scores, *past):
         out = lse = None
-        for region in split_regions(q, lengths, window, past):
+        for region in split_regions(q, lengths, scores.window, past):
             with torch.autocast(q.device.type, enabled=False):  # q, k and v are cast already
                 inputs = region.take(q, k, v, past)
-                o, o_lse = kernels(q, region.mask).forward(*inputs, region.causal, region.mask, scale)
+                o, o_lse = kernels(q, region.mask, scores).forward(*inputs, region.causal, region.mask, scores)
             o, o_lse = region.unfold(o), region.unfold(o_lse[..., None])[..., 0]
             if out is None or lse is None:
                 out, lse = o.new_empty(q.shape), o_lse.new_empty(q.shape[:3])
             merge_(out[:, :, region.rows], lse[:, :, region.rows], o, o_lse, region.first)
         ctx.save_for_backward(q, k, v, out, lse, *past)
-        ctx.lengths, ctx.window, ctx.scale = lengths, window, scale
+        ctx.lengths, ctx.scores = lengths, scores
         return out
 
     @staticmethod
@@ -89,15 +99,15 @@ class PrefixAttention(torch.autograd.Function):
     def backward(ctx, g):
         q, k, v, out, lse, *past = ctx.saved_tensors
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        dpast = [torch.zeros_like(t) if need else None for t, need in zip(past, ctx.needs_input_grad[6:], strict=True)]
-        for region in split_regions(q, ctx.lengths, ctx.window, past):
+        dpast = [torch.zeros_like(t) if need else None for t, need in zip(past, ctx.needs_input_grad[5:], strict=True)]
+        for region in split_regions(q, ctx.lengths, ctx.scores.window, past):
             g_, o_, l_ = (region.fold(t[:, :, region.rows]) for t in (g, out, lse[..., None]))
             with torch.autocast(q.device.type, enabled=False):
-                grads = kernels(q, region.mask).backward(
-                    g_, *region.take(q, k, v, past), o_, l_[..., 0], region.causal, region.mask, ctx.scale
+                grads = kernels(q, region.mask, ctx.scores).backward(
+                    g_, *region.take(q, k, v, past), o_, l_[..., 0], region.causal, region.mask, ctx.scores
                 )
             region.give(grads, dq, dk, dv, dpast)
-        return dq, dk, dv, None, None, None, *dpast
+        return dq, dk, dv, None, None, *dpast
 
 
 @dataclass
@@ -183,15 +193,15 @@ class FlashCPU:
     """torch's flash kernels for the CPU: any floating dtype, any mask, grouped queries."""
 
     @staticmethod
-    def forward(q, k, v, causal, mask, scale):
+    def forward(q, k, v, causal, mask, scores):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+            q, k, v, 0.0, causal, attn_mask=mask, scale=scores.scale
         )
 
     @staticmethod
-    def backward(g, q, k, v, o, lse, causal, mask, scale):
+    def backward(g, q, k, v, o, lse, causal, mask, scores):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            g, q, k, v, o, lse, 0.0, causal, attn_mask=mask, scale=scale
+            g, q, k, v, o, lse, 0.0, causal, attn_mask=mask, scale=scores.scale
         )
 
 
@@ -200,44 +210,66 @@ class FlashCUDA:
     reads the log-sum-exp as if contiguous."""
 
     @staticmethod
-    def forward(q, k, v, causal, mask, scale):
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
+    def forward(q, k, v, causal, mask, scores):
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scores.scale)[:2]
 
     @staticmethod
-    def backward(g, q, k, v, o, lse, causal, mask, scale):
-        none = torch.empty(0, dtype=torch.int64, device=q.device)
+    def backward(g, q, k, v, o, lse, causal, mask, scores):
+        none, lse = torch.empty(0, dtype=torch.int64, device=q.device), lse.contiguous()
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            g, q, k, v, o, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, none, none, scale=scale
+            g, q, k, v, o, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, none, none, scale=scores.scale
         )
 
 
 class Plain:
-    """The definition, for what the flash kernels do not take. Holds all scores of a region, in float32."""
+    """The definition, for what the flash kernels do not take: a softcap, for one. Holds the scores of a block of
+    queries, in float32."""
+
+    SCORES = 2**24  # of a block
 
     @staticmethod
-    def weights(q, k, causal, mask, scale):
-        scores = scale * torch.einsum("bkgnd,bktd->bkgnt", group_queries(q, k), k.to(high(k)))
+    def blocks(q, k) -> list[slice]:
+        n = max(1, Plain.SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
+        return [slice(i, i + n) for i in range(0, q.shape[2], n)]
+
+    @staticmethod
+    def weigh(q, k, rows: slice, causal, mask, scores: Scores) -> tuple[Tensor, Tensor | None]:
+        """Scores of some queries, and what their softcap multiplies a gradient with."""
+        s = scores.scale * torch.einsum("bkgnd,bktd->bkgnt", group_queries(q[:, :, rows], k), k.to(high(k)))
+        slope = None
+        if scores.softcap is not None:
+            t = (s / scores.softcap).tanh_()
+            s, slope = scores.softcap * t, 1 - t.square()
         if causal:
-            mask = torch.full(scores.shape[-2:], -torch.inf, device=q.device).triu(1)
-        return scores if mask is None else scores + mask
+            s = s + torch.full(s.shape[-2:], -torch.inf, device=q.device).triu(1 + rows.start)
+        return s if mask is None else s + mask[rows], slope
 
     @staticmethod
-    def forward(q, k, v, causal, mask, scale):
-        s = Plain.weights(q, k, causal, mask, scale)
-        lse = s.logsumexp(-1)
-        o = torch.einsum("bkgnt,bktd->bkgnd", (s - lse[..., None]).exp(), v.to(high(v)))
-        return o.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
+    def forward(q, k, v, causal, mask, scores):
+        o, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=high(q))
+        for rows in Plain.blocks(q, k):
+            s, _ = Plain.weigh(q, k, rows, causal, mask, scores)
+            lse_ = s.logsumexp(-1)
+            p = (s - lse_[..., None]).exp()
+            o[:, :, rows] = torch.einsum("bkgnt,bktd->bkgnd", p, v.to(high(v))).flatten(1, 2)
+            lse[:, :, rows] = lse_.flatten(1, 2)
+        return o, lse
 
     @staticmethod
-    def backward(g, q, k, v, o, lse, causal, mask, scale):
-        qg, gg, og = group_queries(q, k), group_queries(g, k), group_queries(o, k)
-        p = (Plain.weights(q, k, causal, mask, scale) - lse.unflatten(1, (k.shape[1], -1))[..., None]).exp()
-        dv = torch.einsum("bkgnt,bkgnd->bktd", p, gg)
-        dp = torch.einsum("bkgnd,bktd->bkgnt", gg, v.to(high(v)))
-        ds = scale * p * (dp - (gg * og).sum(-1, keepdim=True))
-        dq = torch.einsum("bkgnt,bktd->bkgnd", ds, k.to(high(k))).flatten(1, 2)
-        dk = torch.einsum("bkgnt,bkgnd->bktd", ds, qg)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    def backward(g, q, k, v, o, lse, causal, mask, scores):
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=high(k)), torch.zeros_like(v, dtype=high(v))
+        for rows in Plain.blocks(q, k):
+            qg, gg, og = (group_queries(t[:, :, rows], k) for t in (q, g, o))
+            s, slope = Plain.weigh(q, k, rows, causal, mask, scores)
+            p = (s - lse[:, :, rows].unflatten(1, (k.shape[1], -1))[..., None]).exp()
+            dv += torch.einsum("bkgnt,bkgnd->bktd", p, gg)
+            dp = torch.einsum("bkgnd,bktd->bkgnt", gg, v.to(high(v)))
+            ds = scores.scale * p * (dp - (gg * og).sum(-1, keepdim=True))
+            if slope is not None:
+                ds *= slope
+            dq[:, :, rows] = torch.einsum("bkgnt,bktd->bkgnd", ds, k.to(high(k))).flatten(1, 2)
+            dk += torch.einsum("bkgnt,bkgnd->bktd", ds, qg)
+        return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
 def group_queries(q: Tensor, k: Tensor) -> Tensor:
@@ -248,14 +280,14 @@ def high(t: Tensor) -> torch.dtype:
     return torch.promote_types(t.dtype, torch.float32)
 
 
-# `forward(q, k, v, causal, mask, scale) -> (o, lse)`, and its backward, given the merged `o` and `lse`.
+# `forward(q, k, v, causal, mask, scores) -> (o, lse)`, and its backward, given the merged `o` and `lse`.
 Kernels = type[FlashCPU] | type[FlashCUDA] | type[Plain]
 FORCE: Kernels | None = None  # tests set it to Plain: the slow path in place of the fast one
 
 
-def kernels(q: Tensor, mask: Tensor | None) -> Kernels:
-    if FORCE is not None:
-        return FORCE
+def kernels(q: Tensor, mask: Tensor | None, scores: Scores) -> Kernels:
+    if FORCE is not None or scores.softcap is not None:
+        return FORCE or Plain
     if q.device.type == "cpu":
         return FlashCPU
     half = q.dtype in (torch.float16, torch.bfloat16)

@@ -43,10 +43,19 @@ class Segment:
     past: int  # prompt tokens that come before it
     lengths: tuple[int, ...]  # its sequences, one behind the other: one for a chunk, one a response for a replay
     calls: list[dict[str, Any]] = field(default_factory=list)  # what each layer is called with: blueprint.py
+    group: int = 0  # its place in the call
+    is_chunk: bool = False
 
     @property
     def tokens(self) -> int:
         return sum(self.lengths)
+
+    @property
+    def name(self) -> str:
+        if self.is_chunk:
+            return f"prompt chunk of {self.tokens} tokens at {self.past} of group {self.group}"
+        count = f"{len(self.lengths)} response{'s' * (len(self.lengths) > 1)}"
+        return f"replay of {count} of group {self.group}, {self.tokens} tokens"
 
     def positions(self, device: torch.device) -> Tensor:
         """int64 `[1, tokens]`: where each token stands in its own sequence."""
@@ -92,14 +101,15 @@ def pack(groups: Sequence[PromptGroup], config: LongStrawConfig, device: torch.d
 
     out, prompts, inputs, targets, rows = [], [], [], [], []
     p = r = saved = 0
-    for group in groups:
+    for number, group in enumerate(groups):
         prompt = group.prompt_ids
         filled = [t for t in group.response_ids if len(t)]
         captured = len(prompt) - 1 if filled else 0  # a prompt that nobody reads is not run
         chunks = []
         for begin in range(0, captured, config.prompt_chunk_size):
             n = min(config.prompt_chunk_size, captured - begin)
-            chunks.append(Segment(slice(p + begin, p + begin + n), begin, (n,)))
+            lies = slice(p + begin, p + begin + n)
+            chunks.append(Segment(lies, begin, (n,), group=number, is_chunk=True))
         prompts.append(prompt[:captured])
         p += captured
 
@@ -112,7 +122,7 @@ def pack(groups: Sequence[PromptGroup], config: LongStrawConfig, device: torch.d
             targets.append(ids)
         replays = []
         for lengths in split_replays([len(t) for t in filled], config):
-            replays.append(Segment(slice(begin, begin + sum(lengths)), captured, lengths))
+            replays.append(Segment(slice(begin, begin + sum(lengths)), captured, lengths, group=number))
             begin += sum(lengths)
         out.append(PackedGroup(captured, chunks, replays))
         saved += captured * max(len(filled) - 1, 0)

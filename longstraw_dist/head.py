@@ -2,7 +2,7 @@
 
     M response rows   H hidden   V vocabulary   C rows of a chunk
 
-    z_CV = head(x_CH) / temperature,  lse_C = logsumexp(z)
+    z_CV = finish(head(x_CH)) / temperature,  lse_C = logsumexp(z)
     logp = z[target] - lse,  entropy = lse - sum_v p_v z_v
     dz   = g_logp (onehot(target) - p) - g_entropy p (log p + entropy)
 
@@ -10,32 +10,37 @@ No `[tokens, vocabulary]` tensor is larger than one chunk, in forward or in back
 there, and their gradient is written in their place.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .groups import Packed
-from .meter import Meter
-from .replay import Autocast, Gradients, Progress
+from .replay import Autocast, Call, Gradients, Progress, refuse_changed, versions
 
 
 @dataclass
 class Rows:
     """Norm or head of one call."""
 
+    call: Call
+    name: str
     module: nn.Module
-    packed: Packed
     chunk_size: int
-    meter: Meter
-    guard: Callable[[], AbstractContextManager]
     temperature: float = 1.0
+    finish: Callable[[Tensor], Tensor] | None = None  # what the model does with its logits behind the head
 
-    def chunks(self, tokens: int) -> list[slice]:
-        return [slice(b, min(b + self.chunk_size, tokens)) for b in range(0, tokens, self.chunk_size)]
+    def logits(self, stock: Callable, x: Tensor) -> Tensor:
+        z = stock(x)
+        return z if self.finish is None else self.finish(z)
+
+    def chunks(self, tokens: int) -> Iterator[slice]:
+        for begin in range(0, tokens, self.chunk_size):
+            chunk = slice(begin, min(begin + self.chunk_size, tokens))
+            self.call.place.at(self.name, chunk)
+            yield chunk
+        self.call.place.at(self.name)
 
 
 @dataclass
@@ -52,21 +57,26 @@ class NormOperation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Rows, stock: Callable, x: Tensor, *parameters: Tensor):
         ctx.rows, ctx.autocast = rows, Autocast(x.device.type)
+        ctx.versions = versions(rows.module) if any(ctx.needs_input_grad) else []
         ctx.save_for_backward(x)
-        rows.meter.keeps("hidden", [x])
+        if any(ctx.needs_input_grad):
+            rows.call.meter.keeps("hidden", [x])
         with ctx.autocast.restored():
             return torch.cat([stock(x[:, c]) for c in rows.chunks(x.shape[1])], 1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g: Tensor):
-        (saved,) = ctx.saved_tensors
-        gx, gradients = torch.empty_like(saved), Gradients(ctx.rows.module.parameters())
-        with ctx.rows.guard(), ctx.autocast.restored(), torch.enable_grad():
-            for c in ctx.rows.chunks(saved.shape[1]):
+        rows = ctx.rows
+        with rows.call.guard(rows.name), ctx.autocast.restored(), torch.enable_grad():
+            refuse_changed(rows.name, rows.module, ctx.versions)
+            (saved,) = ctx.saved_tensors
+            gx, gradients = torch.empty_like(saved), Gradients(rows.module.parameters())
+            for c in rows.chunks(saved.shape[1]):
                 x = saved[:, c].detach().requires_grad_()
-                gx[:, c] = gradients.vjp([ctx.rows.module.forward(x)], [g[:, c]], [x])[0]
-        return None, None, gx, *gradients.sums()
+                gx[:, c] = gradients.vjp([rows.module.forward(x)], [g[:, c]], [x])[0]
+            sums = gradients.sums()
+        return None, None, gx, *sums
 
 
 class HeadOperation(torch.autograd.Function):
@@ -81,34 +91,36 @@ class HeadOperation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Rows, graph: Graph, stock: Callable, x: Tensor, *parameters: Tensor):
         ctx.rows, ctx.graph, ctx.autocast = rows, graph, Autocast(x.device.type)
+        ctx.versions = versions(rows.module) if any(ctx.needs_input_grad) else []
         logps, entropies, lses = [], [], []
         with ctx.autocast.restored():
             for c in rows.chunks(x.shape[1]):
-                z = scaled_logits(stock(x[:, c]), rows.temperature)
+                z = scaled_logits(rows.logits(stock, x[:, c]), rows.temperature)
                 lse = z.logsumexp(-1)
-                logps.append(z.gather(-1, rows.packed.targets[c, None])[:, 0] - lse)
+                logps.append(z.gather(-1, rows.call.packed.targets[c, None])[:, 0] - lse)
                 lses.append(lse)
                 p = (z - lse[:, None]).exp_()
                 entropies.append(lse - torch.linalg.vecdot(p, z))
                 del z, p
         logp, entropy, lse = torch.cat(logps), torch.cat(entropies), torch.cat(lses)
         ctx.save_for_backward(x, lse, entropy)
-        rows.meter.keeps("hidden", [x])
-        return torch.stack([logp, entropy])[:, : rows.packed.returned].clone()
+        rows.call.meter.keeps("hidden", [x])
+        return torch.stack([logp, entropy])[:, : rows.call.packed.returned].clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g: Tensor):
         ctx.graph.progress.begun = True
-        saved, lse, entropy = ctx.saved_tensors
-        rows, packed = ctx.rows, ctx.rows.packed
-        g_logp, g_entropy = functional.pad(g, (0, len(lse) - packed.returned))[..., None] / rows.temperature
-        bonus_wanted = bool(g_entropy.any())
-        gx, gradients = torch.empty_like(saved), Gradients(rows.module.parameters())
-        with rows.guard(), ctx.autocast.restored(), torch.enable_grad():
+        rows, packed = ctx.rows, ctx.rows.call.packed
+        with rows.call.guard(rows.name), ctx.autocast.restored(), torch.enable_grad():
+            refuse_changed(rows.name, rows.module, ctx.versions)
+            saved, lse, entropy = ctx.saved_tensors
+            g_logp, g_entropy = functional.pad(g, (0, len(lse) - packed.returned))[..., None] / rows.temperature
+            bonus_wanted = bool(g_entropy.any())
+            gx, gradients = torch.empty_like(saved), Gradients(rows.module.parameters())
             for c in rows.chunks(saved.shape[1]):
                 x = saved[:, c].detach().requires_grad_()
-                logits = rows.module.forward(x)
+                logits = rows.logits(rows.module.forward, x)
                 with torch.no_grad():
                     d = scaled_logits(logits.detach(), rows.temperature).sub_(lse[c, None])  # log p, in place
                     weight = -g_logp[c]  # of p, in dz
@@ -117,7 +129,8 @@ class HeadOperation(torch.autograd.Function):
                     d.exp_().mul_(weight).scatter_add_(-1, packed.targets[c, None], g_logp[c])
                 gx[:, c] = gradients.vjp([logits], [d[None]], [x])[0]
                 del logits, d, weight
-        return None, None, None, gx, *gradients.sums()
+            sums = gradients.sums()
+        return None, None, None, gx, *sums
 
 
 def scaled_logits(logits: Tensor, temperature: float) -> Tensor:

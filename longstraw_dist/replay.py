@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention import prefix_attention
+from .failures import Place
 from .groups import Packed, Segment
 from .meter import Meter
 from .state import Captured, KeyValueState, View
@@ -34,25 +35,38 @@ from .state import Captured, KeyValueState, View
 
 @dataclass
 class Progress:
-    """How far the backward of one call has come: the head's operation begins it, the first layer's ends it."""
+    """How far the backward of one call has come: the head's operation begins it, the first trained layer's ends it."""
 
     begun: bool = False
     ended: bool = False
 
 
 @dataclass
+class Call:
+    """One packed call: what all of its operations share."""
+
+    packed: Packed
+    config: Any  # the model's, whose attention is swapped while a segment runs
+    meter: Meter
+    progress: Progress
+    place: Place  # where it is, for whoever catches an exception
+    guard: Callable[[str], AbstractContextManager]  # around the backward of the operation with this name
+
+
+@dataclass
 class Layer:
     """One layer of one call: what the operation needs to know besides its tensors."""
 
+    call: Call
     module: nn.Module
     index: int
-    config: Any  # the model's, whose attention is swapped while a segment runs
-    packed: Packed
     exact: bool  # whether the gradient reaches the prompt here
+    first: bool  # no gradient goes below: nothing there is trained
     last: bool  # nothing reads the prompt's output of the last layer
-    meter: Meter
-    guard: Callable[[], AbstractContextManager]  # around backward: notes what an exception leaves behind
-    progress: Progress
+
+    @property
+    def name(self) -> str:
+        return f"layer {self.index}"
 
 
 class LayerOperation(torch.autograd.Function):
@@ -69,7 +83,7 @@ class LayerOperation(torch.autograd.Function):
         ctx.autocast = Autocast(x_response.device.type)
         y_prompt, y_response, states, kept = None, None, [], []
         with no_checkpointing(layer.module), ctx.autocast.restored():
-            for group in layer.packed.groups:
+            for group in layer.call.packed.groups:
                 state = KeyValueState(group.captured)
                 for chunk in group.chunks:
                     view = state.open(chunk, capture_only=layer.last)
@@ -84,31 +98,35 @@ class LayerOperation(torch.autograd.Function):
         if y_prompt is None and not layer.last:
             y_prompt = torch.empty_like(x_prompt)
 
+        layer.call.place.at(layer.name)
         ctx.layer, ctx.states, ctx.counts = layer, states, [len(tensors) for tensors in kept]
+        ctx.versions = versions(layer.module) if any(ctx.needs_input_grad) else []
         hidden = [x_response, x_prompt] if layer.exact else [x_response]
         state_tensors = [t for tensors in kept for t in tensors]
         ctx.save_for_backward(*hidden, *state_tensors)
         ctx.set_materialize_grads(False)
         if y_prompt is not None and not layer.exact:
             ctx.mark_non_differentiable(y_prompt)
-        layer.meter.keeps("hidden", hidden)
-        layer.meter.keeps("state", state_tensors)
+        if any(ctx.needs_input_grad):
+            layer.call.meter.keeps("hidden", hidden)
+            layer.call.meter.keeps("state", state_tensors)
         return y_prompt, y_response
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g_prompt: Tensor | None, g_response: Tensor | None):
-        layer, exact = ctx.layer, ctx.layer.exact
+        layer, exact, call = ctx.layer, ctx.layer.exact, ctx.layer.call
         stock = layer.module.forward  # looked up anew: a wrapper may have swapped the class
-        x_response, *saved = ctx.saved_tensors
-        x_prompt = saved.pop(0) if exact else x_response[:, :0]
-        kept = iter(saved)
-        if g_response is None:
-            g_response = torch.zeros_like(x_response)
-        gx_response, gx_prompt = torch.empty_like(x_response), torch.empty_like(x_prompt)
-        gradients = Gradients(layer.module.parameters())
-        with layer.guard(), no_checkpointing(layer.module), ctx.autocast.restored(), torch.enable_grad():
-            for group, state, count in zip(layer.packed.groups, ctx.states, ctx.counts, strict=True):
+        with call.guard(layer.name), no_checkpointing(layer.module), ctx.autocast.restored(), torch.enable_grad():
+            refuse_changed(layer.name, layer.module, ctx.versions)
+            x_response, *saved = ctx.saved_tensors
+            x_prompt = saved.pop(0) if exact else x_response[:, :0]
+            kept = iter(saved)
+            if g_response is None:
+                g_response = torch.zeros_like(x_response)
+            gx_response, gx_prompt = torch.empty_like(x_response), torch.empty_like(x_prompt)
+            gradients = Gradients(layer.module.parameters())
+            for group, state, count in zip(call.packed.groups, ctx.states, ctx.counts, strict=True):
                 state.load([next(kept) for _ in range(count)], differentiable=exact)
                 again = functools.partial(recompute, layer, stock, state, gradients)
                 for replay in group.replays:
@@ -116,13 +134,15 @@ class LayerOperation(torch.autograd.Function):
                 for chunk in reversed(group.chunks) if exact else ():
                     gx_prompt[:, chunk.rows] = again(chunk, x_prompt, g_prompt, captured=True)
                 state.clear()
-        layer.progress.ended |= layer.index == 0
-        return None, None, gx_prompt if exact else None, gx_response, *gradients.sums()
+            sums = gradients.sums()
+        call.progress.ended |= layer.first
+        return None, None, gx_prompt if exact else None, gx_response, *sums
 
 
 def run(layer: Layer, stock: Callable, segment: Segment, x: Tensor, view: View) -> Tensor | None:
     """The stock layer on one segment, with the prompt's state for its cache; `None` if only its state is wanted."""
-    with prefix_attention(layer.config), contextlib.suppress(Captured):
+    layer.call.place.at(layer.name, segment)
+    with prefix_attention(layer.call.config), contextlib.suppress(Captured):
         return stock(x, **segment.calls[layer.index], cache=view, prefix=view)
     return None
 
@@ -195,6 +215,22 @@ def recompute(
     gx, *g_past = gradients.vjp(outputs, cotangents, [x, *view.leaves])
     state.accumulate(segment, g_past)
     return gx
+
+
+def versions(module: nn.Module) -> list[int]:
+    """How often each parameter was changed in place, as autograd counts."""
+    return [p._version for p in module.parameters()]
+
+
+def refuse_changed(name: str, module: nn.Module, before: list[int]) -> None:
+    """Raises as autograd itself does in a stock backward: the recompute would run with other weights than forward."""
+    for (parameter, p), version in zip(module.named_parameters(), before, strict=True):
+        if p._version != version:
+            raise RuntimeError(
+                f"{parameter or 'a parameter'} of {name} was modified in place between forward and backward (it is at "
+                f"version {p._version}, expected {version}), and backward computes the forward again: run backward "
+                "before anything that changes the weights."
+            )
 
 
 class Autocast:

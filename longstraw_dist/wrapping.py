@@ -1,7 +1,7 @@
 """The little that an engine still needs to be told, and which wrapping is refused. The one file that names an engine.
 
-ZeRO-3 must fetch a decoder layer as a whole, once a call: `attach` marks the layers as leaf modules, before
-`deepspeed.initialize` registers its hooks. FSDP2 and DDP need nothing.
+ZeRO-3 must fetch a decoder layer as a whole, once a call: `attach` marks the layers as leaf modules (and an LM head
+that has an adapter), before `deepspeed.initialize` registers its hooks. FSDP2 and DDP need nothing.
 """
 
 import sys
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel
 
 from .blueprint import Blueprint
 
@@ -31,32 +30,39 @@ def refuse_wrapped(model: nn.Module) -> None:
         raise ValueError("attach() got a model with sharded parameters (tensor parallel): attach it before sharding.")
 
 
-def mark_leaves(layers: list[nn.Module]) -> None:
-    """Tells ZeRO-3 to gather each layer as a whole. Does nothing where DeepSpeed is not in use."""
+def mark_leaves(modules: list[nn.Module]) -> None:
+    """Tells ZeRO-3 to gather each of the modules as a whole. Does nothing where DeepSpeed is not in use."""
     if "deepspeed" in sys.modules:
         from deepspeed.utils import set_z3_leaf_module
 
-        for layer in layers:
-            set_z3_leaf_module(layer, True)
+        for module in modules:
+            if is_composed(module):
+                set_z3_leaf_module(module, True)
 
 
-def find_fault(model: PreTrainedModel, blueprint: Blueprint) -> str | None:
+def is_composed(module: nn.Module) -> bool:
+    """Whether it has modules inside, as every layer has, and an LM head with an adapter."""
+    return any(True for _ in module.children())
+
+
+def find_fault(model: Any, blueprint: Blueprint) -> str | None:
     """What is wrong with how the model is wrapped, or `None`. The same on every rank; costs no collective."""
     if vars(model).get("_is_fsdp_managed_module") and not isinstance(model, FSDPModule):
         return "FSDP1 is not supported, it replaces the parameters: use FSDP2 (fully_shard, or fsdp_version: 2)."
     if isinstance(model.get_decoder(), FSDPModule):
         return "the decoder is a fully_shard unit of its own, which is never called: shard its layers and the model."
-    for i, layer in enumerate(blueprint.layers):
-        for p in layer.parameters():
+    whole = {f"layer {i}": layer for i, layer in enumerate(blueprint.layers)} | {"the LM head": blueprint.head}
+    for name, module in whole.items():
+        for p in module.parameters() if is_composed(module) else ():
             if is_zero3(p) and "ds_z3_leaf_module" not in vars(p):
                 return (
-                    f"layer {i} is no ZeRO-3 leaf module, so ZeRO-3 would gather it in pieces: import deepspeed "
-                    f'before attach(), or set "leaf_module": {{"classes": ["{type(layer).__name__}"]}} under '
+                    f"{name} is no ZeRO-3 leaf module, so ZeRO-3 would gather it in pieces: import deepspeed "
+                    f'before attach(), or set "leaf_module": {{"classes": ["{type(module).__name__}"]}} under '
                     '"zero_optimization".'
                 )
             break
-        if any(unit is not layer for unit in fsdp2_units(layer)):
-            return f"a module inside layer {i} is a fully_shard unit of its own: shard whole layers."
+        if any(unit is not module for unit in fsdp2_units(module)):
+            return f"a module inside {name} is a fully_shard unit of its own: shard it as a whole."
     if isinstance(model, FSDPModule):
         dtype = model._get_fsdp_state()._mp_policy.output_dtype
         if dtype not in (None, torch.float32):

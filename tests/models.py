@@ -1,5 +1,7 @@
 """Tiny random models whose weights are spread, so that the prompt's state matters, and ragged prompt groups."""
 
+from typing import Any
+
 import torch
 import transformers
 from torch import Tensor, nn
@@ -7,16 +9,53 @@ from torch import Tensor, nn
 from longstraw_dist import PromptGroup
 
 VOCABULARY = 97
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 MODELS = {
     "llama": ("Llama", {}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "mistral": ("Mistral", {"sliding_window": 6}),
+    "qwen2": ("Qwen2", {}),
+    "olmo2": ("Olmo2", {}),
+    "glm4": ("Glm4", {"head_dim": 8}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "sliding_window": 6,
+            "layer_types": ALTERNATING,
+        },
+    ),
+    "gemma3_text": (
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 20,
+            "final_logit_softcapping": 3.0,
+            "sliding_window": 6,
+            "layer_types": ALTERNATING,
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "moe_intermediate_size": 24,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
 }
 
 
 def tiny(kind: str, tied: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides):
     """A causal LM of 3 layers of 32, in training mode. `overrides` go into its config."""
     name, extra = MODELS[kind]
+    configuration = "Gemma3TextConfig" if kind == "gemma3_text" else f"{name}Config"
     settings = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -32,7 +71,7 @@ def tiny(kind: str, tied: bool = False, seed: int = 0, dtype: torch.dtype = torc
         **extra,
         **overrides,
     }
-    config = getattr(transformers, f"{name}Config")(**settings)
+    config = getattr(transformers, configuration)(**settings)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     spread(model, seed)
     return model.to(dtype).train()
@@ -45,6 +84,26 @@ def spread(model: nn.Module, seed: int) -> None:
     for p in model.parameters():
         noise = torch.randn(p.shape, generator=generator)
         p.copy_(noise * p.shape[-1] ** -0.5 if p.dim() > 1 else 1 + 0.3 * noise)
+
+
+def adapted(model: nn.Module, seed: int = 1, **settings) -> Any:
+    """The model in PEFT's, with a LoRA that is not at its initial zero."""
+    import peft
+
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, **settings)).train()
+    drift(model, seed)
+    return model
+
+
+@torch.no_grad()
+def drift(model: nn.Module, seed: int = 1) -> None:
+    """Moves what is trained away from its initial values, those that PEFT draws at random included."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            if "lora_" in name and p.dim() > 1:
+                p.zero_()
+            p.add_(0.5 * torch.randn(p.shape, generator=generator) * p.shape[-1] ** -0.5)
 
 
 def tokens(n: int, generator: torch.Generator, vocabulary: int = VOCABULARY) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as softcapped
 
 from longstraw_dist import PromptGroup
 
@@ -21,6 +22,9 @@ def cut_attention(module, query, key, value, mask, **kwargs):
     if module.layer_idx < CUT["layers"]:
         t = CUT["tokens"]
         key, value = (torch.cat([x[:, :, :t].detach(), x[:, :, t:]], 2) for x in (key, value))
+    if kwargs.get("softcap") is not None:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril() if mask is None else mask
+        return softcapped(module, query, key, value, torch.zeros(mask.shape).masked_fill(~mask, -torch.inf), **kwargs)
     return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from longstraw_dist import attention
-from longstraw_dist.attention import FlashCPU, Plain, PrefixAttention
+from longstraw_dist.attention import FlashCPU, Plain, PrefixAttention, Scores
 
 HEADS, KEY_HEADS, SIZE, SCALE = 4, 2, 8, 0.3
 
@@ -13,7 +13,7 @@ def draw(*lengths: int, heads: int, generator: torch.Generator):
     return [torch.randn(1, heads, n, SIZE, dtype=torch.float64, generator=generator).requires_grad_() for n in lengths]
 
 
-def one_softmax(q, k, v, lengths, window, past):
+def one_softmax(q, k, v, lengths, window, past, softcap=None):
     """Response by response, with the whole past and a mask, as float64 matrices."""
     outputs = []
     begin = 0
@@ -25,31 +25,34 @@ def one_softmax(q, k, v, lengths, window, past):
         )
         distance = torch.arange(keys.shape[2] - n, keys.shape[2])[:, None] - torch.arange(keys.shape[2])
         hidden = (distance < 0) | (distance >= (window or 10**9))
-        scores = (SCALE * q[:, :, own] @ keys.mT).masked_fill(hidden, -torch.inf)
-        outputs.append(scores.softmax(-1) @ values)
+        scores = SCALE * q[:, :, own] @ keys.mT
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
+        outputs.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values)
         begin += n
     return torch.cat(outputs, 2)
 
 
-@pytest.mark.parametrize("kernels", [FlashCPU, Plain])
+@pytest.mark.parametrize(("kernels", "softcap"), [(FlashCPU, None), (Plain, None), (Plain, 0.5)])
 @pytest.mark.parametrize("lengths", [(5,), (3, 3, 3), (4, 1, 2)])
 @pytest.mark.parametrize("blocks", [(), (7,), (4, 3)])
 @pytest.mark.parametrize("window", [None, 1, 2, 6, 9, 40])
-def test_against_one_softmax(kernels, lengths, blocks, window, monkeypatch):
+def test_against_one_softmax(kernels, softcap, lengths, blocks, window, monkeypatch):
     if window is not None and len(blocks) > 1:
         blocks = (sum(blocks),)  # a windowed past is one block
     monkeypatch.setattr(attention, "FORCE", kernels)
+    monkeypatch.setattr(Plain, "SCORES", 100)  # several blocks of queries
     generator = torch.Generator().manual_seed(0)
     (q,) = draw(sum(lengths), heads=HEADS, generator=generator)
     k, v, *past = draw(*[sum(lengths)] * 2, *[n for n in blocks for _ in "kv"], heads=KEY_HEADS, generator=generator)
-    expected = one_softmax(q, k, v, lengths, window, past)
+    expected = one_softmax(q, k, v, lengths, window, past, softcap)
     g = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
     reference = torch.autograd.grad(expected, [q, k, v, *past], g)
 
     # as the layer operation hands it over: no more of the past than the window reads
     seen = past if window is None else [t[:, :, max(0, t.shape[2] - (window - 1)) :] for t in past]
     seen = [t for t in seen if t.shape[2]]
-    out = PrefixAttention.apply(q, k, v, lengths, window, SCALE, *seen)
+    out = PrefixAttention.apply(q, k, v, lengths, Scores(SCALE, softcap, window), *seen)
     torch.testing.assert_close(out, expected)
     for ours, theirs in zip(torch.autograd.grad(out, [q, k, v, *past], g, allow_unused=True), reference, strict=True):
         torch.testing.assert_close(torch.zeros_like(theirs) if ours is None else ours, theirs)
@@ -59,7 +62,7 @@ def test_a_constant_past_gets_no_gradient():
     generator = torch.Generator().manual_seed(0)
     (q,) = draw(3, heads=HEADS, generator=generator)
     k, v, past_k, past_v = draw(3, 3, 7, 7, heads=KEY_HEADS, generator=generator)
-    out = PrefixAttention.apply(q, k, v, (3,), None, SCALE, past_k.detach(), past_v.detach())
+    out = PrefixAttention.apply(q, k, v, (3,), Scores(SCALE), past_k.detach(), past_v.detach())
     assert torch.autograd.grad(out.sum(), past_k, allow_unused=True) == (None,)
 
 

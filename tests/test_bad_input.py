@@ -128,10 +128,38 @@ def test_active_dropout():
         attach(tiny("llama", attention_dropout=0.1))
     model = attach(tiny("qwen3"))
     model.model.layers[1].self_attn.attention_dropout = 0.2
-    with pytest.raises(ValueError, match=r"layers.1.self_attn has dropout 0.2"):
+    with pytest.raises(ValueError, match=r"layers.1.self_attn has attention_dropout 0.2"):
         model(prompt_groups=ragged())
     model.eval()
     model(prompt_groups=ragged())  # inactive
+
+
+def test_router_jitter():
+    with pytest.raises(ValueError, match=r"jitter_noise 0\.1"):
+        attach(tiny("mixtral", router_jitter_noise=0.1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("mixtral", {"output_router_logits": True}, "output_router_logits=True"),
+        ("qwen3_moe", {"experts_implementation": "sonicmoe"}, "experts_implementation='sonicmoe'"),
+        (
+            "gemma3_text",
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                }
+            },
+            "rope_type='dynamic'",
+        ),
+    ],
+)
+def test_settings_that_would_not_be_exact(kind, settings, message):
+    with pytest.raises(ValueError, match=message):
+        attach(tiny(kind, **settings))
 
 
 def test_rope_that_depends_on_the_call():

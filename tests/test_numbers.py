@@ -1,23 +1,26 @@
 """Precision, order and the corners of one call: what a number depends on, and what it must not."""
 
+import gc
 import statistics
 
 import pytest
 import torch
 
 from longstraw_dist import LongStrawConfig, PromptGroup, attach, attention
+from longstraw_dist.attach import attachment_of
 
-from .models import ragged, tiny, weigh
+from .models import MODELS, ragged, tiny, weigh
 from .reference import gradients, relative, stock_rows, worst
 from .test_parity import check
 
 
 @pytest.mark.parametrize("mode", ["exact", "detached", "last:1"])
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "gemma2"])  # its stock softmax is float32
 def test_float64(kind, mode):
     """In float64 nothing is left but rounding: the operation is the same function as the stock rows. (Norms and rotary
     embeddings compute in float32 in the stock model too.)"""
-    model = tiny(kind, dtype=torch.float64)
+    eager = {"experts_implementation": "eager"} if kind in ("qwen3_moe", "mixtral") else {}  # grouped has no float64
+    model = tiny(kind, dtype=torch.float64, **eager)
     check(model, ragged(), LongStrawConfig(prompt_grad=mode, prompt_chunk_size=5), bar=2e-6)
 
 
@@ -135,7 +138,15 @@ def test_accumulation_clipping_and_adamw():
 
 def test_frozen_parameters():
     """Frozen ones get no gradient, the others the stock one; also when the embedding is among the frozen."""
-    for frozen in (["model.embed_tokens"], ["model.layers.0", "model.layers.2.mlp"], ["lm_head", "model.norm"]):
+    embedding, layers = "model.embed_tokens", [f"model.layers.{i}." for i in range(3)]
+    for frozen in (
+        [embedding],
+        [layers[0], layers[2] + "mlp"],
+        ["lm_head", "model.norm"],
+        [embedding, *layers[:2]],
+        [embedding, *layers],
+        [embedding, *layers, "model.norm"],
+    ):
         model = tiny("llama")
         for n, p in model.named_parameters():
             p.requires_grad_(not any(n.startswith(f) for f in frozen))
@@ -150,8 +161,55 @@ def test_frozen_parameters():
         assert relative({n: ours[n] for n in trained}, {n: reference[n] for n in trained}) <= 1e-5
 
 
-def test_padding_idx_row_gets_no_gradient_as_in_stock():
-    model = tiny("llama", pad_token_id=5)
+@pytest.mark.parametrize(("trained", "expected"), [(["layers.1.", "layers.2."], [0, 1, 1]), (["lm_head"], [0, 0, 0])])
+def test_no_work_below_the_first_trained_layer(trained, expected):
+    """Counted: a frozen layer below it is not run again, and nothing is kept for it."""
+    model = tiny("llama")
+    for n, p in model.named_parameters():
+        p.requires_grad_(any(part in n for part in trained))
+    attach(model)
+    runs = [0] * 3
+    for i, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_hook(lambda *_, i=i: runs.__setitem__(i, runs[i] + 1))
+    out = model(prompt_groups=ragged(shapes=((9, (2, 3)),)))
+    forward = list(runs)
+    kept = attachment_of(model).meter.kept_bytes
+    weigh(out.logps, out.entropies).backward()
+    again = [after - before for before, after in zip(forward, runs, strict=True)]
+    assert [bool(n) for n in again] == [bool(n) for n in expected]
+    token = 32 * 4
+    layers = sum(expected)
+    assert kept["hidden"] == (layers * (8 + 5) + 2 * 5 - (5 if layers == 0 else 0)) * token
+    assert kept.get("state", 0) == layers * 8 * 2 * 2 * 8 * 4
+    gc.collect()
+    assert attachment_of(model).progress.ended
+    model.zero_grad()
+    weigh(*(lambda o: (o.logps, o.entropies))(model(prompt_groups=ragged()))).backward()  # and the next call runs
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_parameters_shared_between_layers(kind):
+    model = tiny(kind)
+    model.model.layers[2].mlp = model.model.layers[0].mlp
+    model.model.layers[1].self_attn.k_proj.weight = model.model.layers[0].self_attn.k_proj.weight
+    check(model, ragged(), LongStrawConfig(prompt_chunk_size=8))
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_experts_that_no_token_reaches(kind, experts):
+    many = {"num_experts": 24} if kind == "qwen3_moe" else {"num_local_experts": 24}
+    model = tiny(kind, experts_implementation=experts, **many)
+    check(model, ragged(shapes=((3, (1, 2)), (1, (1,)))), LongStrawConfig(prompt_chunk_size=8))
+    gradient = model.model.layers[1].mlp.experts.down_proj.grad
+    idle = [not g.any() for g in gradient]
+    assert any(idle)
+    assert not all(idle)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_padding_idx_row_gets_no_gradient_as_in_stock(kind):
+    model = tiny(kind, pad_token_id=5)
     groups = [PromptGroup(torch.tensor([5, 1, 5, 2, 3]), [torch.tensor([5, 4]), torch.tensor([6])])]
     check(model, groups, LongStrawConfig(prompt_chunk_size=2))
     assert not model.model.embed_tokens.weight.grad[5].any()

@@ -56,7 +56,7 @@ def compare(ours, theirs, record) -> None:
 
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3"])
 def test_parity(stock, record_property, kind, tied, beta):
     folder, theirs = stock(kind, tied, beta=beta)
     ours = train(LongStrawGRPOTrainer, folder, beta=beta, gradient_checkpointing=True)
@@ -64,6 +64,17 @@ def test_parity(stock, record_property, kind, tied, beta):
     if beta:
         kls = [log["kl"] for log in ours.log if "kl" in log]
         assert min(kls) > 1e-3, "the reference model is the policy"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind not in ("llama", "mistral", "qwen3")])
+def test_parity_of_each_type(stock, record_property, kind):
+    options = {"beta": 0.04}
+    if kind in ("qwen3_moe", "mixtral"):
+        options["router_aux_loss_coef"] = 0.0
+    if kind == "glm4":  # half of a key bias is not rotated: its gradient is zero, and AdamW would step on noise
+        options["adam_epsilon"] = 1e-5
+    folder, theirs = stock(kind, False, **options)
+    compare(train(LongStrawGRPOTrainer, folder, **options), theirs, record_property)
 
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)

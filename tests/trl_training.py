@@ -81,7 +81,7 @@ def load_policy(folder: Path, dtype: torch.dtype = torch.float32):
     return model
 
 
-def make(cls: type, folder: Path, dataset=None, dtype: torch.dtype = torch.float32, arguments=None, **options):
+def make(cls: type, folder: Path, dataset=None, model=None, dtype=torch.float32, arguments=None, **options):
     """A trainer of `cls`, which records. `arguments` go to the constructor, `options` into its config."""
     options = {**OPTIONS, "output_dir": str(folder / cls.__name__), **options}
     if cls is LongStrawGRPOTrainer:
@@ -89,7 +89,7 @@ def make(cls: type, folder: Path, dataset=None, dtype: torch.dtype = torch.float
     arguments = {"reward_funcs": reward, "processing_class": tokenizer(), **(arguments or {})}
     recording = type(f"Recording{cls.__name__}", (Recording, cls), {})
     return recording(
-        model=load_policy(folder, dtype),
+        model=load_policy(folder, dtype) if model is None else model,
         args=CONFIGS[cls](**options),
         train_dataset=prompts() if dataset is None else dataset,
         **arguments,
@@ -144,7 +144,8 @@ class KeepGradients(TrainerCallback):
             read = safe_get_full_grad
         else:
             read = full_gradient
-        self.run.gradients.append({n: read(p).clone() for n, p in policy_of(self.run.trainer).named_parameters()})
+        policy = policy_of(self.run.trainer)
+        self.run.gradients.append({n: read(p).clone() for n, p in policy.named_parameters() if p.requires_grad})
 
 
 def full_gradient(p: nn.Parameter) -> Tensor:
@@ -161,11 +162,12 @@ def policy_of(trainer) -> nn.Module:
 
 
 def weights_of(trainer) -> dict[str, Tensor]:
-    """Full weights, in float32; a collective under an engine that shards."""
+    """Full weights, in float32, at least those that are trained; a collective under an engine that shards."""
     if trainer.is_deepspeed_enabled:
         from deepspeed.utils import safe_get_full_fp32_param
 
-        return {n: safe_get_full_fp32_param(p).clone() for n, p in policy_of(trainer).named_parameters()}
+        trained = {n: p for n, p in policy_of(trainer).named_parameters() if p.requires_grad}
+        return {n: safe_get_full_fp32_param(p).clone() for n, p in trained.items()}
     return whole_weights(policy_of(trainer))
 
 
@@ -220,9 +222,11 @@ def train(cls: type, folder: Path, resume: str | None = None, prepare: Callable 
     trainer.run = run
     trainer.add_callback(KeepGradients(run))
     before = load_file(folder / "policy" / "model.safetensors")  # ZeRO-3 would partition a loaded model
+    adapters = {n: p.detach().float().clone() for n, p in trainer.model.named_parameters() if "lora_" in n}
+    before = adapters or before
     with one_shuffle():
         trainer.train(resume_from_checkpoint=resume)
-    run.update = {n: w - before[n].float() for n, w in weights_of(trainer).items()}
+    run.update = {n: w - before[n].float() for n, w in weights_of(trainer).items() if n in before}
     run.log = list(trainer.state.log_history)
     return run
 

@@ -2,8 +2,8 @@
 
 What it overrides: the log-prob method (policy, old policy and reference go through it), the shuffle of a generation
 batch (by group instead of by row), the setter of `ref_model` (the parent builds and wraps the reference model in its
-own constructor, and it must be attached in between), and what is measured. Rewards, advantages, losses, generation,
-checkpoints and logging are the parent's.
+own constructor, and it must be attached in between), which checkpoint to resume from, and what is measured. Rewards,
+advantages, losses, generation, saving and logging are the parent's.
 """
 
 import dataclasses
@@ -25,6 +25,7 @@ from longstraw_dist.attach import Attachment, attachment_of, is_attached
 from longstraw_dist.groups import PromptGroup, find_groups
 from longstraw_dist.meter import Phases, peak_bytes
 
+from .checkpoints import finished_checkpoint
 from .config import LongStrawGRPOConfig
 
 logger = get_logger(__name__)
@@ -147,6 +148,18 @@ class LongStrawGRPOTrainer(GRPOTrainer):
                         values = equal_where_same(values, groups)
                     entropies.append(pad_rows(values, order, logits_to_keep))
         return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+        """As the parent's. `resume_from_checkpoint=True` takes the last checkpoint that was written to its end."""
+        if resume_from_checkpoint:
+            resume_from_checkpoint = finished_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _save_rng_state(self, output_dir):
+        # The last file of each process. The parent then writes the trainer's state, which so marks a finished
+        # checkpoint, and deletes older ones.
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()
 
     @profiling_decorator
     def _prepare_inputs(self, generation_batch):
@@ -275,8 +288,6 @@ def refuse_inexact(args, processing_class, train_dataset, eval_dataset, kwargs: 
     """Raises `ValueError` for what the parent would take, and this trainer could not run as the parent does."""
     if not isinstance(args, LongStrawGRPOConfig):
         raise ValueError(f"args is a {type(args).__name__}: pass a LongStrawGRPOConfig.")
-    if kwargs.get("peft_config") is not None:
-        raise ValueError("peft_config is not supported yet, adapters and prompt learning alike: train all parameters.")
     if kwargs.get("quantization_config") is not None:
         raise ValueError("quantization_config is not supported: load the model in float32 or bfloat16.")
     if isinstance(processing_class, ProcessorMixin):

@@ -11,6 +11,8 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +22,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+REPO = Path(__file__).parents[2]
 GRACE_S = 10  # for the other ranks, after one has failed
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -29,6 +32,41 @@ ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
     "TOKENIZERS_PARALLELISM": "false",
 }
+
+
+# What a user starts two processes with, up to the port.
+TORCHRUN = "-m torch.distributed.run --nproc_per_node 2 --master_port"
+ACCELERATE = "-m accelerate.commands.launch --config_file configs/accelerate/"
+ACCELERATE_ZERO3 = f"{ACCELERATE}zero3_cpu.yaml --main_process_port"
+ACCELERATE_FSDP2 = f"{ACCELERATE}fsdp2.yaml --num_processes 2 --mixed_precision no --main_process_port"
+
+
+def launch_script(launcher: str, script: list[str], folder: Path, timeout: float) -> tuple[int | str, str]:
+    """Starts a script as a user does. Its exit code, or "a hang" after `timeout` seconds, and its output."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
+    if "zero3" in script or launcher == ACCELERATE_ZERO3:
+        environment["DS_ACCELERATOR"] = "cpu"
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, *launcher.split(), port, *script],
+            cwd=REPO,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code: int | str = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            code = "a hang"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    return code, (folder / "log").read_text(errors="replace")
 
 
 class RankError(AssertionError):

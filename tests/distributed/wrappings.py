@@ -186,10 +186,23 @@ def wrap_fsdp2(name, model, optimizer, accumulation, clip, bf16, settings) -> Wr
         module, made = accelerator.prepare(model, optimizer(trainable(model)))
         return FSDP2(module, module, made, accumulation, clip)
     settings = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),)), "mp_policy": policy, **settings}
-    for layer in model.get_decoder().layers if name == "fsdp2" else ():
-        fully_shard(layer, **settings)
+    for unit in units(list(model.get_decoder().layers)) if name == "fsdp2" else ():
+        fully_shard(unit, **settings)
     fully_shard(model, **settings)
     return FSDP2(model, model, optimizer(trainable(model)), accumulation, clip)
+
+
+def units(layers: list[nn.Module]) -> list[Any]:
+    """A unit for each layer; layers that share a parameter must be one, or `fully_shard` would shard it twice."""
+    grouped: list[list[nn.Module]] = []
+    for layer in layers:
+        mine = set(layer.parameters())
+        group = next((g for g in grouped if any(mine & set(other.parameters()) for other in g)), None)
+        if group is None:
+            grouped.append([layer])
+        else:
+            group.append(layer)
+    return [group if len(group) > 1 else group[0] for group in grouped]
 
 
 def make_accelerator(layer: str, policy: MixedPrecisionPolicy):

@@ -1,0 +1,69 @@
+"""What an exception in the middle of a call is told: rank, layer and segment; out of memory, the knobs that help."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from .config import LongStrawConfig
+from .groups import Segment
+
+
+@dataclass
+class Place:
+    """Where a model's call is; whatever runs keeps it up to date."""
+
+    module: str | None = None
+    part: Segment | slice | None = None  # a segment of a layer, or response rows of the norm or the head
+
+    def at(self, module: str | None, part: Segment | slice | None = None) -> None:
+        self.module, self.part = module, part
+
+
+def describe(error: BaseException, place: Place, phase: str, config: LongStrawConfig, device: torch.device) -> str:
+    """E.g. "rank 1, backward of layer 3, prompt chunk of 1024 tokens at 2048 of group 0", and a way out of memory."""
+    rank = f"rank {dist.get_rank()}, " if dist.is_available() and dist.is_initialized() else ""
+    part = place.part
+    rows = f", response tokens {part.start} to {part.stop - 1}" if isinstance(part, slice) else ""
+    text = f"{rank}{phase} of {place.module}{f', {part.name}' if isinstance(part, Segment) else rows}"
+    if is_out_of_memory(error):
+        host = device.type != "cpu" and is_of_host(error)
+        ways = ways_out_of_host_memory(config) if host else ways_out_of_memory(part, config, device)
+        return f"{text}: out of {'host ' * host}memory. To go on, {', or '.join(ways)}."
+    if isinstance(error, dist.DistError) or "gloo" in str(error):
+        return f"{text}: it waited for another rank, which has ended or hangs. The cause is in that one's output."
+    return text
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and (is_of_host(error) or "out of memory" in str(error).lower())
+
+
+def is_of_host(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def ways_out_of_memory(part: Segment | slice | None, config: LongStrawConfig, device: torch.device) -> list[str]:
+    """The knobs that make what ran there smaller, or make room for it; and what always helps."""
+    ways = []
+    if isinstance(part, slice):
+        if part.stop - part.start > 1:
+            ways.append(f"lower head_chunk_size={config.head_chunk_size}")
+    elif part is not None and part.is_chunk:
+        if part.tokens > 1:
+            ways.append(f"lower prompt_chunk_size={config.prompt_chunk_size}")
+    elif part is not None and len(part.lengths) > 1:
+        if config.responses_per_replay is None:
+            ways += [f"lower prompt_chunk_size={config.prompt_chunk_size}", "set responses_per_replay=1"]
+        else:
+            ways.append(f"lower responses_per_replay={config.responses_per_replay}")
+    if config.offload is None and device.type != "cpu":
+        ways.append('set offload="hidden", which keeps hidden states in host memory')
+    return [*ways, "put fewer tokens into a call"]
+
+
+def ways_out_of_host_memory(config: LongStrawConfig) -> list[str]:
+    ways = ["set offload=None, since hidden states are kept there"] if config.offload == "hidden" else []
+    return [*ways, "put fewer tokens into a call"]

@@ -1,0 +1,80 @@
+"""Which models run exactly, and which of their settings would not: refused by name when a model is attached.
+
+A new type is a name in `SUPPORTED` and a row in tests/models.py, once the parity test holds for it.
+"""
+
+from torch import nn
+from transformers import PreTrainedModel
+
+SUPPORTED = (
+    "gemma2",
+    "gemma3_text",
+    "glm4",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+)
+ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+EXPERTS = (None, "eager", "grouped_mm")
+
+
+def find_dropout(model: nn.Module) -> str | None:
+    """Names an active dropout: a recompute would draw another mask. Every model type keeps its rates in these."""
+    for name, module in model.named_modules():
+        rates = vars(module) | ({"dropout": module.p} if isinstance(module, nn.Dropout) else {})
+        for kind in ("dropout", "attention_dropout", "jitter_noise"):
+            if rates.get(kind):
+                return (
+                    f"{name} has {kind} {rates[kind]}: backward recomputes, and would draw anew. Set it to 0 "
+                    "(attention_dropout=0.0, router_jitter_noise=0.0 in the model's config; LoRA's lora_dropout=0.0)."
+                )
+    return None
+
+
+def refuse_inexact(model: PreTrainedModel) -> None:
+    """Raises `ValueError` for a type, or a setting, under which a run in segments differs from the stock one."""
+    if model.config.model_type not in SUPPORTED:
+        raise ValueError(f'model type "{model.config.model_type}" is not supported yet: {", ".join(SUPPORTED)} are.')
+    if (fault := find_dropout(model)) is not None:
+        raise ValueError(fault)
+    settings = model.config.to_dict()
+    rope = settings.get("rope_parameters") or {}
+    for kind in (rope.get("rope_type"), *(r.get("rope_type") for r in rope.values() if isinstance(r, dict))):
+        if kind in ("dynamic", "longrope"):
+            raise ValueError(
+                f"rope_type={kind!r} depends on the length of each call, so a prompt in chunks would differ: "
+                'use "default", "linear", "llama3" or "yarn".'
+            )
+    if settings.get("use_bidirectional_attention"):
+        raise ValueError("use_bidirectional_attention=True: a prompt chunk would have to see those behind it.")
+    if settings.get("output_router_logits"):
+        raise ValueError(
+            "output_router_logits=True: the MoE auxiliary loss is not supported yet. Set it to False (in TRL, "
+            "router_aux_loss_coef=0.0)."
+        )
+    if model.config._experts_implementation not in EXPERTS:
+        raise ValueError(
+            f"experts_implementation={model.config._experts_implementation!r} was not tested: choose eager or "
+            "grouped_mm."
+        )
+    if model.config._attn_implementation not in ATTENTIONS:
+        raise ValueError(
+            f"attn_implementation={model.config._attn_implementation!r} may be another function than the softmax "
+            f"attention that runs in its place: choose one of {', '.join(ATTENTIONS)}."
+        )
+    if any(vars(m).get("config", model.config) is not model.config for m in model.modules()):
+        raise ValueError(
+            "model.config is not the object that its layers read: set its fields instead of replacing it."
+        )
+    decoder = model.get_decoder()
+    for name, module in (("the decoder", decoder), ("the LM head", model.get_output_embeddings())):
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise ValueError(f"a forward hook on {name} would see packed tokens: remove it, or hook a module inside.")
+    if "forward" in vars(decoder):
+        raise ValueError("the decoder's forward is patched, and would not run: patch a module inside of it.")
+    if getattr(model, "is_quantized", False):
+        raise ValueError("a quantized model is not supported: load it in float32, bfloat16 or float16.")

@@ -1,0 +1,144 @@
+"""A process is killed while it saves a checkpoint: the previous one is usable, and training goes on from it."""
+
+import functools
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from .. import trl_training
+from ..reference import relative
+from .endings import endings, fault
+
+REPO = Path(__file__).parents[2]
+ENGINES = {  # what `accelerate launch` puts into the environment, and the options that a CPU takes
+    "zero3": (
+        {
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(REPO / "configs/deepspeed/zero3_cpu.json"),
+        },
+        {"ddp_backend": "gloo", "use_cpu": False},
+    ),
+    "fsdp2": (
+        {
+            "ACCELERATE_USE_FSDP": "true",
+            "FSDP_VERSION": "2",
+            "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+            "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+        },
+        {"accelerator_config": {"use_configured_state": True}},
+    ),
+}
+OPTIONS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1, "num_iterations": 1}
+
+
+def rollout(prompts: list[str], trainer) -> dict[str, list]:
+    """Completions that depend on the step and a row's place in the global batch, also after a resumption."""
+    step, rank = trainer.state.global_step, trainer.accelerator.process_index
+    completions = []
+    for i in range(len(prompts)):
+        generator = torch.Generator().manual_seed(1000 * step + len(prompts) * rank + i)
+        completions.append(torch.randint(3, len(trainer.processing_class), (5,), generator=generator).tolist())
+    ids = [trainer.processing_class(text)["input_ids"] for text in prompts]
+    return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
+
+
+def kill_while_saving(folder: Path, which: int):
+    """The `which`-th file that this process writes for checkpoint-4 (-1: its RNG state) ends in the middle."""
+    save, count = torch.save, [0]
+
+    @functools.wraps(save)
+    def half(obj, f, *args, **kwargs):
+        save(obj, f, *args, **kwargs)
+        if "checkpoint-4" not in str(f):
+            return
+        count[0] += 1
+        if count[0] == which or (which == -1 and "rng_state" in str(f)):
+            time.sleep(1)  # for the others to write theirs
+            os.truncate(f, os.path.getsize(f) // 2)
+            fault(folder)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.save = half
+
+
+def train(rank: int, engine: str, folder: Path, kill: tuple[int, int] | None, resume: str | bool | None) -> None:
+    """Four steps; the weights after them are left in `folder`. `kill` is a rank and one of its files."""
+    environment, options = ENGINES[engine]
+    os.environ.update(environment)
+    if engine == "zero3":
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    else:
+        from accelerate import PartialState
+        from accelerate.utils import DistributedType
+
+        PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+    trainer = trl_training.make(
+        trl_training.LongStrawGRPOTrainer,
+        folder.parent / "models",
+        arguments={"rollout_func": rollout},
+        output_dir=str(folder / "run"),
+        **OPTIONS,
+        **options,
+    )
+    assert trainer.accelerator.num_processes == 2
+    if kill is not None and kill[0] == rank:
+        kill_while_saving(folder, kill[1])
+    trainer.train(resume_from_checkpoint=resume)
+    weights = trl_training.weights_of(trainer)
+    if rank == 0:
+        torch.save(weights, folder / "weights.pt")
+
+
+def run(engine: str, folder: Path, kill=None, resume=None):
+    (folder / "weights.pt").unlink(missing_ok=True)
+    (folder / "rendezvous").unlink(missing_ok=True)
+    return endings(train, engine, folder, kill, resume, folder=folder, timeout=100)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The weights of a run in which nobody was killed."""
+
+    @functools.cache
+    def weights(engine: str):
+        folder = tmp_path_factory.mktemp(engine)
+        trl_training.save_models(folder / "models")
+        (folder / "whole").mkdir()
+        ended = run(engine, folder / "whole")
+        assert [e.code for e in ended] == [0, 0], ended[0].output + ended[1].output
+        return folder, torch.load(folder / "whole" / "weights.pt")
+
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("engine", "kill"),
+    [
+        ("zero3", (1, -1)),
+        ("fsdp2", (0, 1)),
+        pytest.param("zero3", (0, 1), marks=pytest.mark.slow),
+        pytest.param("fsdp2", (1, -1), marks=pytest.mark.slow),
+    ],
+)
+def test_previous_checkpoint_is_usable(whole, tmp_path, record_property, engine, kill):
+    folder, expected = whole(engine)
+    folder = folder / str(kill[0])
+    folder.mkdir()
+    ended = run(engine, folder, kill)
+    assert ended[kill[0]].code == -signal.SIGKILL, ended[kill[0]].output
+    assert ended[1 - kill[0]].code == 1, ended[1 - kill[0]].output
+    record_property("seconds to end", max(e.seconds for e in ended))
+    assert (folder / "run" / "checkpoint-4").is_dir()
+
+    ended = run(engine, folder, resume=True)
+    assert [e.code for e in ended] == [0, 0], ended[0].output + ended[1].output
+    assert "resuming from" in ended[0].output
+    error = relative(torch.load(folder / "weights.pt"), expected)
+    record_property("weights", error)
+    assert error <= 1e-6
