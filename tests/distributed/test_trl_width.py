@@ -28,14 +28,16 @@ CORNERS = {  # of the cross product of test_trl_losses.py
         },
         **VLLM,
     },
-    "sequences": {
+    "sequences, an adapter": {
         "options": {
             "loss_type": "luspo",
             "importance_sampling_level": "sequence",
             "beta": 0.04,
             "off_policy_mask_threshold": 0.05,
             "vllm_importance_sampling_mode": "sequence_truncate",
+            "learning_rate": 0.15,
         },
+        "adapter": True,
         **VLLM,
     },
     "gamma weights": {
@@ -143,6 +145,9 @@ def test_corners(launched, record_property, engine, name):
     compare(ours, theirs, record_property)
     if CORNERS[name].get("vllm"):
         assert ours.log[0]["sampling/sampling_logp_difference/max"] > 0.1
+    if CORNERS[name].get("adapter"):
+        assert all("lora_" in n for n in ours.gradients[0])
+        assert ours.log[2]["kl"] > 1e-4, "the adapter is its own reference"
 
 
 @pytest.mark.slow

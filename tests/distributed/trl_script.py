@@ -46,9 +46,13 @@ ENGINE_OPTIONS = {
 }
 
 
-def arguments_of(rollouts: list[str] | None, evaluate: int) -> dict:
+def arguments_of(rollouts: list[str] | None, evaluate: int, adapter: bool) -> dict:
     """`rollouts` names functions of trl_rollouts.py, `None` stands for TRL's generation."""
-    arguments = {}
+    arguments: dict = {}
+    if adapter:
+        import peft
+
+        arguments["peft_config"] = peft.LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj", "v_proj", "up_proj"])
     if rollouts is not None:
         arguments["rollout_func"] = trl_rollouts.changed(*(getattr(trl_rollouts, name) for name in rollouts))
     if evaluate:
@@ -66,6 +70,7 @@ def run(
     twice: bool = False,
     stream: bool = False,
     vllm: bool = False,
+    adapter: bool = False,
     evaluate: int = 0,
     resume: str | None = None,
     after: bool = False,
@@ -80,7 +85,7 @@ def run(
         resume=resume and str(FOLDER / resume),
         prepare=trl_rollouts.simulate_vllm if vllm else None,
         dataset=dataset.to_iterable_dataset() if stream else dataset,
-        arguments=arguments_of(rollouts, evaluate),
+        arguments=arguments_of(rollouts, evaluate, adapter),
         **{**ENGINE_OPTIONS[ENGINE], "output_dir": str(FOLDER / name), **options},
     )
     made = done.trainer
