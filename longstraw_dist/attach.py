@@ -125,6 +125,8 @@ def attach(model: Any, config: LongStrawConfig | None = None) -> Any:
         if prompt_groups is not None:
             given = [name for name, value in kwargs.items() if value is not None]  # PEFT hands on all of its own
             return attachment_of(self).run(prompt_groups, temperature, (*args, *given))
+        if not torch.is_grad_enabled():
+            wrapping.reshard_before_training(attachment_of(self).root)
         if patched is None:
             return type(self).forward(self, *args, **kwargs)
         if isinstance(patched, types.MethodType):  # not bound to the model that a copy was made of

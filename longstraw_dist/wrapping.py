@@ -129,6 +129,23 @@ def reshard_after(model: nn.Module) -> None:
     hook = model.register_forward_hook(reshard, always_call=True)
 
 
+def reshard_before_training(model: nn.Module) -> None:
+    """During a forward of the model's own without a graph, `generate`'s for one: FSDP2 will hold on to the units of
+    `reshard_after_forward=False`, the root by default, and not see an optimizer step that comes before the next
+    forward. So a packed call, or one with a graph, gathers them anew."""
+    if not isinstance(model, FSDPModule) or "_longstraw_reshard" in vars(model):
+        return
+
+    def reshard(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:  # runs before FSDP2's own hook
+        if "prompt_groups" in kwargs or torch.is_grad_enabled():
+            vars(module).pop("_longstraw_reshard").remove()
+            for unit in fsdp2_units(module):
+                unit.reshard()
+
+    handle = model.register_forward_pre_hook(reshard, prepend=True, with_kwargs=True)
+    vars(model)["_longstraw_reshard"] = handle
+
+
 def release(model: nn.Module) -> None:
     """After an exception in a forward: no layer is left gathered. An optimizer step would not reach what is, and the
     next forward would run with the old weights."""

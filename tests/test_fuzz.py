@@ -13,6 +13,7 @@ from .models import MODELS, adapted, tiny, tokens
 from .reference import cut_prompt, gradients, relative, stock_rows, worst
 
 LAYERS = 3
+ZERO = 1e-12  # what is left of a query's gradient where one key alone is seen
 PARTS = ["embed_tokens", "layers.0.", "layers.1.", "layers.2.", "norm.weight", "self_attn", "mlp", "lm_head"]
 
 
@@ -105,12 +106,12 @@ def test_a_random_batch(draw):
         [*out.logps, *out.entropies], [*scored.logps, *scored.entropies], [*logps, *entropies], strict=True
     ):
         assert torch.equal(ours, again)
-        torch.testing.assert_close(ours, stock, rtol=0, atol=2e-6)
+        torch.testing.assert_close(ours, stock, rtol=1e-6, atol=2e-6)  # the stock softmax of gemma2 is float32
     ours = {n: g for n, g in gradients(model).items() if g is not None}
-    if not any(g.any() for g in reference.values()):
-        assert not any(g.any() for g in ours.values())
-        return
     assert ours.keys() == reference.keys()
+    if all(g.abs().max() < ZERO for g in reference.values()):
+        assert all(g.abs().max() < ZERO for g in ours.values())
+        return
     assert relative(ours, reference) <= 1e-5
     error, name = worst(ours, reference)
     assert error <= 1e-4, name

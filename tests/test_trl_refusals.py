@@ -54,6 +54,12 @@ def construct(tmp_path):
             "fused_linear_cross",
         ),
         ({"sync_ref_model": True}, "sync_ref_model"),
+        (
+            {"loss_type": "vespo", "use_vllm": True, "vllm_importance_sampling_mode": "sequence_mask"},
+            "VESPO loss requires",
+        ),
+        ({"generation_batch_size": 6}, "generation_batch_size"),
+        ({"generation_batch_size": 8, "steps_per_generation": 2}, "can not be both configured"),
     ],
     ids=str,
 )

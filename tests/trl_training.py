@@ -5,7 +5,8 @@ a row's place in the global batch. The reference model is not the policy at its 
 """
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,15 +52,20 @@ class Run:
     gradients: list[dict[str, Tensor]] = field(default_factory=list)  # before each optimizer step
     update: dict[str, Tensor] = field(default_factory=dict)  # what the steps changed the weights by
     batches: list[dict[str, Any]] = field(default_factory=list)  # the inputs of each micro-batch
+    windows: list[int] = field(default_factory=list)  # into how many micro-batches the step of each is divided
+    log: list[dict[str, Any]] = field(default_factory=list)  # what was logged
+    gaps: list[float] = field(default_factory=list)  # between the entropies on both sides of each quantile
 
     def column(self, name: str) -> Tensor:
         return torch.cat([batch[name].flatten() for batch in self.batches])
 
 
-def save_models(folder: Path, kind: str = "llama", tied: bool = False, dtype: torch.dtype = torch.float32) -> Path:
+def save_models(
+    folder: Path, kind: str = "llama", tied: bool = False, dtype: torch.dtype = torch.float32, tok=None, **overrides
+) -> Path:
     """Two ordinary folders, `policy` and `reference`, with weights that differ by 5 %."""
-    tok = tokenizer()
-    policy, noise = tiny(kind, tied, vocab_size=len(tok)), tiny(kind, tied, seed=1, vocab_size=len(tok))
+    tok = tok or tokenizer()
+    policy, noise = (tiny(kind, tied, seed=seed, vocab_size=len(tok), **overrides) for seed in (0, 1))
     for name in ("policy", "reference"):
         policy.to(dtype).save_pretrained(folder / name)
         tok.save_pretrained(folder / name)
@@ -91,14 +97,23 @@ def make(cls: type, folder: Path, dataset=None, model=None, dtype=torch.float32,
 
 
 class Recording:
-    """Notes each micro-batch's inputs."""
+    """Notes each micro-batch's inputs, and how clear it is which entropies are high."""
 
     run: Run | None = None
 
     def _compute_loss(self, model, inputs):
-        if self.run is not None:
+        if self.run is not None and self.model.training:
             self.run.batches.append(inputs)
+            self.run.windows.append(self.current_gradient_accumulation_steps)
         return super()._compute_loss(model, inputs)
+
+    def get_high_entropy_mask(self, entropies, mask, threshold):
+        high = super().get_high_entropy_mask(entropies, mask, threshold)
+        if self.run is not None:
+            end = entropies.new_full((1,), math.inf)
+            low, top = (torch.cat([x, end]).min() for x in (entropies[high], -entropies[mask.bool() & ~high]))
+            self.run.gaps.append(self.accelerator.gather(torch.stack([low, top])).view(-1, 2).amin(0).sum().item())
+        return high
 
 
 class KeepGradients(TrainerCallback):
@@ -147,12 +162,23 @@ def policy_of(trainer) -> nn.Module:
 
 
 def weights_of(trainer) -> dict[str, Tensor]:
-    """Full weights, in float32; a collective under an engine that shards."""
+    """Full weights, in float32, at least those that are trained; a collective under an engine that shards."""
     if trainer.is_deepspeed_enabled:
         from deepspeed.utils import safe_get_full_fp32_param
 
-        return {n: safe_get_full_fp32_param(p).clone() for n, p in policy_of(trainer).named_parameters()}
-    return {n: full(p.detach()).float().clone() for n, p in policy_of(trainer).named_parameters()}
+        trained = {n: p for n, p in policy_of(trainer).named_parameters() if p.requires_grad}
+        return {n: safe_get_full_fp32_param(p).clone() for n, p in trained.items()}
+    return whole_weights(policy_of(trainer))
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The same of a model that has no optimizer."""
+    if any(hasattr(p, "ds_id") for p in model.parameters()):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            return {n: p.detach().float().clone() for n, p in model.named_parameters()}
+    return {n: full(p.detach()).float().clone() for n, p in model.named_parameters()}
 
 
 @contextlib.contextmanager
@@ -186,8 +212,12 @@ def scripted_rollouts(width: int = 6):
     return rollout
 
 
-def train(cls: type, folder: Path, **options) -> Run:
+def train(cls: type, folder: Path, resume: str | None = None, prepare: Callable | None = None, **options) -> Run:
+    """`resume` is the checkpoint to go on from; the update is from the first weights all the same. `prepare(trainer)`
+    comes before it trains."""
     trainer = make(cls, folder, **options)
+    if prepare is not None:
+        prepare(trainer)
     run = Run(trainer)
     trainer.run = run
     trainer.add_callback(KeepGradients(run))
@@ -195,8 +225,9 @@ def train(cls: type, folder: Path, **options) -> Run:
     adapters = {n: p.detach().float().clone() for n, p in trainer.model.named_parameters() if "lora_" in n}
     before = adapters or before
     with one_shuffle():
-        trainer.train()
+        trainer.train(resume_from_checkpoint=resume)
     run.update = {n: w - before[n].float() for n, w in weights_of(trainer).items() if n in before}
+    run.log = list(trainer.state.log_history)
     return run
 
 

@@ -17,11 +17,12 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor
 from transformers import PreTrainedModel, ProcessorMixin
 from trl import GRPOTrainer
+from trl.extras.profiling import profiling_decorator
 from trl.trainer.utils import get_config_model_id, split_tensor_dict
 
 from longstraw_dist import attach
 from longstraw_dist.attach import Attachment, attachment_of, is_attached
-from longstraw_dist.groups import find_groups
+from longstraw_dist.groups import PromptGroup, find_groups
 from longstraw_dist.meter import Phases, peak_bytes
 
 from .checkpoints import finished_checkpoint
@@ -66,6 +67,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
             args = LongStrawGRPOConfig(f"{name.split('/')[-1]}-GRPO")
         refuse_inexact(args, processing_class, train_dataset, eval_dataset, kwargs)
         self.phases = Phases()
+        self._step_ended = True  # the next micro-batch is the first of an optimizer step
         self._reference: Attachment | None = None
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         if self._is_vlm:
@@ -114,6 +116,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         if policy is not None and policy.output_dtype not in (None, torch.float32):
             plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)  # log-probs stay float32
 
+    @profiling_decorator
     def _get_per_token_logps_and_entropies(
         self,
         model,
@@ -140,7 +143,10 @@ class LongStrawGRPOTrainer(GRPOTrainer):
                     out = model(prompt_groups=groups, temperature=self.temperature)
                 logps.append(pad_rows(out.logps, order, logits_to_keep) + out.anchor)
                 if compute_entropy:
-                    entropies.append(pad_rows(out.entropies, order, logits_to_keep))
+                    values = out.entropies
+                    if self.top_entropy_quantile < 1.0:
+                        values = equal_where_same(values, groups)
+                    entropies.append(pad_rows(values, order, logits_to_keep))
         return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
@@ -155,6 +161,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         super()._save_rng_state(output_dir)
         self.accelerator.wait_for_everyone()
 
+    @profiling_decorator
     def _prepare_inputs(self, generation_batch):
         # The parent's method, with a shuffle that keeps the rows of a group together.
         with self.phases("rollout"):
@@ -174,12 +181,13 @@ class LongStrawGRPOTrainer(GRPOTrainer):
             return super()._compute_loss(model, inputs)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        if self._step % self.current_gradient_accumulation_steps == 0:
+        if self._step_ended:
             self.phases.reset()
             self._attachment.meter.reset()
         with self.phases("backward"):
             loss = super().training_step(model, inputs, num_items_in_batch)
-        if self._step % self.current_gradient_accumulation_steps == 0:
+        self._step_ended = self.accelerator.sync_gradients  # a short window is one too: `_step` counts on behind it
+        if self._step_ended:
             self._log_step()
         return loss
 
@@ -213,6 +221,32 @@ def pad_rows(values: list[Tensor], order: list[tuple[int, int]], width: int) -> 
     """`[R_i]` for each response, in the groups' order -> `[rows, width]` in the batch's, zero behind each response."""
     rows = {row: F.pad(value, (0, width - n)) for value, (row, n) in zip(values, order, strict=True)}
     return torch.stack([rows[row] for row in range(len(rows))])
+
+
+def equal_where_same(entropies: list[Tensor], groups: list[PromptGroup]) -> list[Tensor]:
+    """
+    Gives tokens of a group that follow the same tokens, as its first ones do, one entropy bit for bit. Where responses
+    are replayed apart theirs differ by rounding; in the parent's batch they are equal, and a quantile has all of them
+    above it or none. Gradients stay each token's own.
+    """
+    out: list[Tensor] = []
+    values = iter(entropies)
+    for group in groups:
+        before: list[tuple[list[int], Tensor]] = []
+        for response in group.response_ids:
+            ids, value = response.tolist(), next(values)
+            if ids and before:
+                same, first = max(((common_prefix(ids, other), v) for other, v in before), key=lambda pair: pair[0])
+                n = min(same + 1, len(ids), len(first))
+                value = torch.cat([value[:n] + (first[:n] - value[:n]).detach(), value[n:]])
+            if ids:
+                before.append((ids, value))
+            out.append(value)
+    return out
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def shuffle_groups(batch: dict[str, Any]) -> dict[str, Any]:

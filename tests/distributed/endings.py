@@ -38,19 +38,14 @@ class Ending:
     output: str
 
 
-def endings(
-    function: Callable, *args, folder: Path, world: int = 2, group_timeout: float = 60, timeout: float = 60
-) -> list[Ending]:
+def endings(function: Callable, *args, folder: Path, world: int = 2, timeout: float = 150) -> list[Ending]:
     """`function(rank, *args)` in each process. It calls `fault(folder)` where something is to go wrong."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     before = dict(os.environ)
     os.environ.update(ENVIRONMENT)  # of the process that the others are forked from
     try:
-        processes = [
-            context.Process(target=work, args=(rank, world, folder, group_timeout, function, args))
-            for rank in range(world)
-        ]
+        processes = [context.Process(target=work, args=(rank, world, folder, function, args)) for rank in range(world)]
         for process in processes:
             process.start()
     finally:
@@ -77,7 +72,7 @@ def endings(
     ]
 
 
-def work(rank: int, world: int, folder: Path, group_timeout: float, function: Callable, args: tuple) -> None:
+def work(rank: int, world: int, folder: Path, function: Callable, args: tuple) -> None:
     """The life of one process."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     log = (folder / f"rank{rank}.log").open("w")
@@ -90,7 +85,6 @@ def work(rank: int, world: int, folder: Path, group_timeout: float, function: Ca
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=world,
-        timeout=datetime.timedelta(seconds=group_timeout),
     )
     try:
         function(rank, *args)
@@ -99,6 +93,12 @@ def work(rank: int, world: int, folder: Path, group_timeout: float, function: Ca
         log.flush()
         os._exit(1)
     torch.distributed.destroy_process_group()
+
+
+def wait_at_most(seconds: float) -> None:
+    """The timeout of every process group, those of the engines too; not from the start, which may be slow."""
+    for group in torch.distributed.distributed_c10d._world.pg_map:
+        torch.distributed.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
 
 class Injected(Exception):

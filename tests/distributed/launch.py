@@ -87,7 +87,7 @@ class Ranks:
         """
         if not self.processes:
             self._start()
-            timeout += 60
+            timeout += 180  # on a busy machine DeepSpeed alone imports for a minute
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
         for pipe in self.pipes:

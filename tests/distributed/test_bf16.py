@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longstraw_dist import LongStrawConfig
+from longstraw_dist import LongStrawConfig, attach
 
 from ..models import ragged, tiny
 from ..reference import gradients, relative, stock_rows
-from .wrappings import Wrapped, wrap
+from .wrappings import Wrapped, wrap, wrap_engine
 
 SHAPES = [(33, (6, 9)), (12, (8, 5))]
 ROWS = 4
@@ -83,8 +83,29 @@ def errors(name: str) -> tuple[list[float], list[float]]:
     return found
 
 
+def policies() -> tuple[str, list[torch.dtype], str]:
+    """What accelerate's own bf16 policy is refused with; the dtypes under the one that the refusal names."""
+    wrapped = wrap_engine("fsdp2_accelerate", attach(model()), bf16=True, mp_policy=None)
+    try:
+        wrapped(prompt_groups=data(0, dist.get_rank()))
+        refusal = "nothing was raised"
+    except ValueError as error:
+        refusal = str(error)
+    wrapped = wrap("fsdp2_accelerate", model, bf16=True)
+    out = wrapped(prompt_groups=data(0, dist.get_rank()))
+    wrapped.backward(sum(loss(out.logps, out.entropies, 0)))
+    return refusal, [t.dtype for t in (*out.logps, *out.entropies)], str(wrapped.accelerator.mixed_precision)
+
+
+def test_log_probs_stay_float32_under_the_bf16_policy_of_accelerate(two_ranks):
+    for refusal, dtypes, precision in two_ranks.run(policies):
+        assert "MixedPrecisionPolicy(output_dtype=torch.bfloat16) would round the log-probs" in refusal
+        assert precision == "bf16"
+        assert set(dtypes) == {torch.float32}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp", "zero3", "fsdp2"])
+@pytest.mark.parametrize("name", ["ddp", "zero3", "fsdp2", "fsdp2_accelerate"])
 def test_bf16_error(two_ranks, record_property, name):
     ours, stock = two_ranks.run(errors, name, timeout=120)[0]
     record_property("bf16", (statistics.median(ours), statistics.median(stock)))

@@ -27,12 +27,12 @@ def started() -> int:
     return sum(group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map)
 
 
-def count(name: str, tied: bool) -> list[tuple[dict[str, int], int]]:
+def count(name: str, tied: bool, **engine) -> list[tuple[dict[str, int], int]]:
     """For each of `SETTINGS`, what is counted by kind, and what gloo counts. The last rank has fewer, and in the end
     nothing."""
     rank, world = dist.get_rank(), dist.get_world_size()
     config = LongStrawConfig(prompt_chunk_size=CHUNK, responses_per_replay=1)
-    wrapped = wrap(name, lambda: tiny("llama", tied, num_hidden_layers=LAYERS), config)
+    wrapped = wrap(name, lambda: tiny("llama", tied, num_hidden_layers=LAYERS), config, **engine)
     found = []
     for step, (responses, chunks, groups) in enumerate(SETTINGS):
         shapes = [(1 + CHUNK * chunks, tuple(range(1, 1 + responses)))] * groups
@@ -60,6 +60,21 @@ def test_collectives_of_a_micro_batch(two_ranks, record_property, name, tied):
         assert 1 <= kinds["reduce_scatter"] <= LAYERS + 3
         assert kinds["all_reduce"] == 1, "the one that lets all ranks raise what one finds wrong"
         assert kinds.keys() == {"all_gather", "reduce_scatter", "all_reduce"}
+
+
+FEATURES = [  # with the all-reduces of a micro-batch
+    pytest.param("zero3", {"offload_optimizer": {"device": "cpu"}}, 1, marks=pytest.mark.slow),
+    pytest.param("zero3", {"overlap_comm": True, "contiguous_gradients": False}, 1, marks=pytest.mark.slow),
+    pytest.param("zero3_from_pretrained", {}, 1),
+    pytest.param("fsdp2", {"mesh_shape": (1, 2)}, 1 + LAYERS + 1),  # each unit's gradient, among the replicas
+]
+
+
+@pytest.mark.parametrize(("name", "engine", "all_reduces"), FEATURES, ids=str)
+def test_collectives_are_those_of_the_plain_engine(two_ranks, name, engine, all_reduces):
+    plain = two_ranks.run(count, name.partition("_")[0], False)
+    for found, expected in zip(two_ranks.run(count, name, False, **engine), plain, strict=True):
+        assert [kinds for kinds, _ in found[2:]] == [{**kinds, "all_reduce": all_reduces} for kinds, _ in expected[2:]]
 
 
 def test_collectives_of_ddp_are_not_seen_in_python(two_ranks):

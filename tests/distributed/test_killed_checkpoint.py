@@ -8,11 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from .. import trl_training
+from ..models import ragged, tiny, weigh
 from ..reference import relative
 from .endings import endings, fault
+from .wrappings import Wrapped, wrap
 
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)
 REPO = Path(__file__).parents[2]
 ENGINES = {  # what `accelerate launch` puts into the environment, and the options that a CPU takes
     "zero3": (
@@ -46,23 +52,38 @@ def rollout(prompts: list[str], trainer) -> dict[str, list]:
     return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
 
 
-def kill_while_saving(folder: Path, which: int):
-    """The `which`-th file that this process writes for checkpoint-4 (-1: its RNG state) ends in the middle."""
+def kill_while_saving(folder: Path, which: int, within: str = "checkpoint-4"):
+    """The `which`-th file that this process writes into the checkpoint (-1: its RNG state) ends in the middle."""
     save, count = torch.save, [0]
 
     @functools.wraps(save)
     def half(obj, f, *args, **kwargs):
         save(obj, f, *args, **kwargs)
-        if "checkpoint-4" not in str(f):
+        if within not in str(f):
             return
         count[0] += 1
         if count[0] == which or (which == -1 and "rng_state" in str(f)):
-            time.sleep(1)  # for the others to write theirs
-            os.truncate(f, os.path.getsize(f) // 2)
-            fault(folder)
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill(folder, Path(f))
 
     torch.save = half
+
+
+def kill(folder: Path, half_written: Path) -> None:
+    time.sleep(1)  # for the others to write theirs
+    os.truncate(half_written, half_written.stat().st_size // 2)
+    fault(folder)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_while_saving_shards(folder: Path) -> None:
+    """The file that this process writes for `torch.distributed.checkpoint` ends in the middle."""
+    write = dcp.FileSystemWriter.write_data
+
+    def half(self, *args, **kwargs):
+        write(self, *args, **kwargs).wait()
+        kill(folder, Path(self.path) / f"__{torch.distributed.get_rank()}_0.distcp")
+
+    dcp.FileSystemWriter.write_data = half
 
 
 def train(rank: int, engine: str, folder: Path, kill: tuple[int, int] | None, resume: str | bool | None) -> None:
@@ -98,7 +119,7 @@ def train(rank: int, engine: str, folder: Path, kill: tuple[int, int] | None, re
 def run(engine: str, folder: Path, kill=None, resume=None):
     (folder / "weights.pt").unlink(missing_ok=True)
     (folder / "rendezvous").unlink(missing_ok=True)
-    return endings(train, engine, folder, kill, resume, folder=folder, timeout=100)
+    return endings(train, engine, folder, kill, resume, folder=folder)
 
 
 @pytest.fixture(scope="module")
@@ -142,3 +163,63 @@ def test_previous_checkpoint_is_usable(whole, tmp_path, record_property, engine,
     error = relative(torch.load(folder / "weights.pt"), expected)
     record_property("weights", error)
     assert error <= 1e-6
+
+
+def save(wrapped: Wrapped, name: str, folder: Path) -> None:
+    if name == "zero3":
+        wrapped.module.save_checkpoint(folder.parent, tag=folder.name)
+    else:
+        model, optimizer = get_state_dict(wrapped.model, wrapped.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+
+
+def load(wrapped: Wrapped, name: str, folder: Path) -> None:
+    """A user names the one before: DeepSpeed's file `latest` may be ahead of what the other processes wrote."""
+    if name == "zero3":
+        path, _ = wrapped.module.load_checkpoint(folder.parent, tag=folder.name)
+        assert path is not None
+        return
+    model, optimizer = get_state_dict(wrapped.model, wrapped.optimizer)
+    state = {"model": model, "optimizer": optimizer}
+    with pytest.raises(CheckpointException, match="metadata"):
+        dcp.load(state, checkpoint_id=folder.parent / "step2")
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(wrapped.model, wrapped.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+
+
+def step(wrapped: Wrapped, seed: int) -> None:
+    with wrapped.micro_batch_of_step():
+        out = wrapped(prompt_groups=ragged(seed + torch.distributed.get_rank(), [(9, (4, 2))]))
+        wrapped.backward(0.1 * weigh(out.logps, out.entropies, seed) + out.anchor)
+    wrapped.step()
+
+
+def train_engine(rank: int, name: str, folder: Path, killed: bool) -> None:
+    """One step, a checkpoint, one more, and rank 1 is killed while it writes the next checkpoint; or from there on."""
+    wrapped = wrap(name, lambda: tiny("llama", seed=0 if killed else 1), optimizer=ADAMW)
+    if not killed:
+        load(wrapped, name, folder / "step1")
+    else:
+        step(wrapped, 1)
+        save(wrapped, name, folder / "step1")
+    step(wrapped, 2)
+    weights = wrapped.weights()
+    torch.save(weights, folder / f"{'first' if killed else 'second'}{rank}.pt")
+    if killed:
+        if rank == 1:
+            kill_while_saving(folder, 1, within="step2") if name == "zero3" else kill_while_saving_shards(folder)
+        save(wrapped, name, folder / "step2")
+
+
+@pytest.mark.parametrize("name", ["zero3", "fsdp2"])
+def test_previous_checkpoint_of_the_engine_is_usable(tmp_path, name):
+    ended = endings(train_engine, name, tmp_path, True, folder=tmp_path)
+    assert ended[1].code == -signal.SIGKILL, ended[1].output
+    assert ended[0].code == 1, ended[0].output
+    assert (tmp_path / "step2").is_dir()
+    (tmp_path / "rendezvous").unlink()
+    ended = endings(train_engine, name, tmp_path, False, folder=tmp_path)
+    assert [e.code for e in ended] == [0, 0], ended[0].output + ended[1].output
+    for rank in range(2):
+        first, second = (torch.load(tmp_path / f"{run}{rank}.pt") for run in ("first", "second"))
+        assert relative(second, first) <= 1e-6

@@ -5,9 +5,7 @@ before each optimizer step, the update and the metrics are those of the whole ba
 """
 
 import functools
-import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,18 +13,20 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
 from ..reference import relative, worst
+from ..trl_comparison import compare, rows
 from ..trl_training import norm, save_models, scripted_rollouts, train
-from .launch import ACCELERATE_FSDP2, ACCELERATE_ZERO3, TORCHRUN, launch_script
-
-COMMANDS = {"zero3": ACCELERATE_ZERO3, "fsdp2": ACCELERATE_FSDP2, "ddp": TORCHRUN}
-KINDS = {"zero3": "DEEPSPEED", "fsdp2": "FSDP", "ddp": "MULTI_CPU"}
-SHARDED = ("zero3", "fsdp2")
+from .trl_launch import COMMANDS, KINDS, SHARDED, launch
 
 # name -> (kind, tied, options). The covering set; `slow` holds the rest.
 FAST = {
     "two iterations": ("qwen3", False, {"beta": 0.04, "gradient_checkpointing": True}),
     "dapo": ("llama", True, {"beta": 0.04, "loss_type": "dapo", "steps_per_generation": 1}),
     "sequences": ("mistral", False, {"importance_sampling_level": "sequence", "gradient_accumulation_steps": 3}),
+    "truncated": (
+        "llama",
+        False,
+        {"mask_truncated_completions": True, "loss_type": "dapo", "beta": 0.04, "off_policy_mask_threshold": 0.05},
+    ),
     "a group on both ranks": ("qwen3", True, {"num_generations": 8, "gradient_accumulation_steps": 1}),
 }
 SLOW = {
@@ -46,17 +46,6 @@ OWN_ROLLOUTS = {  # both trainers in two processes, TRL's generation
 }
 
 
-def launch(engine: str, folder: Path, cases: list[dict], timeout: int) -> tuple[dict[str, dict], str | None]:
-    """What each case gave, and what went wrong, if anything."""
-    (folder / "cases.json").write_text(json.dumps(cases))
-    script = ["tests/distributed/trl_script.py", engine, str(folder)]
-    code, output = launch_script(COMMANDS[engine], script, folder, timeout)
-    tail = "\n".join(line for line in output.splitlines() if "Loading weights" not in line)[-4000:]
-    if code != 0:
-        return {}, f"{engine} ended with {code}:\n{tail}"
-    return {case["name"]: torch.load(folder / f"{case['name']}.pt", weights_only=False) for case in cases}, None
-
-
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
     """`launched(engine, cases) -> (folder, results)`, started once."""
@@ -69,9 +58,9 @@ def launched(tmp_path_factory):
             models = folder / f"{kind}-{tied}"
             if not models.exists():
                 save_models(models, kind, tied)
-            cases.append({"name": name, "models": models.name, "options": options})
+            cases.append({"name": name, "models": models.name, "options": options, "after": table == "fast"})
             if table == "own":
-                cases[-1] |= {"trainer": name, "scripted": False}
+                cases[-1] |= {"trainer": name, "rollouts": None}
         return folder, *launch(engine, folder, cases, timeout=120 + 10 * len(cases))
 
     def results(engine: str, table: str):
@@ -105,11 +94,14 @@ def check(engine, found, theirs, options, record) -> None:
     if options.get("beta"):
         assert found["reference_attached"]
         assert all(found["reference_partitioned"]) == sharded
-    ours = sorted(map(tuple, (row for batch in found["completions"] for row in batch)))
-    assert ours == sorted(tuple(row) for batch in theirs.batches for row in batch["completion_ids"].tolist())
-    assert len(found["gradients"]) == len(theirs.gradients) == 3
-    errors = [relative(g, r) for g, r in zip(found["gradients"], theirs.gradients, strict=True)]
-    update, moved = relative(found["update"], theirs.update), norm(theirs.update)
+    ours = found["run"]
+    completions = [
+        sorted(tuple(row) for batch in run.batches for row in rows(batch, "completion")) for run in (ours, theirs)
+    ]
+    assert completions[0] == completions[1]
+    assert len(ours.gradients) == len(theirs.gradients) == 3
+    errors = [relative(g, r) for g, r in zip(ours.gradients, theirs.gradients, strict=True)]
+    update, moved = relative(ours.update, theirs.update), norm(theirs.update)
     print(
         f"{engine} {options}: gradients {errors[0]:.1e}, later {max(errors):.1e}, update {update:.1e} of {moved:.2g}"
     )
@@ -117,11 +109,11 @@ def check(engine, found, theirs, options, record) -> None:
     record("update_error", f"{update:.2e} of {moved:.3g}")
     assert errors[0] <= 1e-5
     assert max(errors) <= 1e-4, "AdamW makes a step of 1e-3 of a gradient of rounding errors: later weights differ"
-    error, name = worst(found["gradients"][0], theirs.gradients[0])
+    error, name = worst(ours.gradients[0], theirs.gradients[0])
     assert error <= 1e-4, name
     assert moved > 0.1
     assert update <= 1e-3
-    for log, reference in zip(found["log"][:-1], theirs.trainer.state.log_history[:-1], strict=True):
+    for log, reference in zip(ours.log[:-1], theirs.log[:-1], strict=True):
         for name in (
             "loss",
             "grad_norm",
@@ -151,7 +143,7 @@ def test_after_training(launched, engine):
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
         for path in (folder / "qwen3-False" / "policy", folder / name / "saved")
     )
-    for n, change in results[name]["update"].items():
+    for n, change in results[name]["run"].update.items():
         torch.testing.assert_close(saved[n], start[n] + change, rtol=0, atol=1e-6)
 
 
@@ -168,7 +160,4 @@ def test_parity_all(launched, stock, record_property, engine, name):
 def test_rollouts_are_those_of_stock(launched, engine):
     """Both in two processes, with TRL's generation: the same completions, the same update."""
     _, results = launched(engine, "own")
-    theirs, ours = results["GRPOTrainer"], results["LongStrawGRPOTrainer"]
-    assert ours["completions"] == theirs["completions"]
-    assert norm(theirs["update"]) > 0.1
-    assert relative(ours["update"], theirs["update"]) <= 1e-3
+    compare(*(results[name]["run"] for name in ("LongStrawGRPOTrainer", "GRPOTrainer")), adamw=True)

@@ -17,6 +17,7 @@ from longstraw_dist.config import exact_layers
 
 from ..models import MODELS, adapted, ragged, tiny, weigh
 from ..reference import cut_prompt, gradients, relative, stock_rows, worst
+from .launch import Ranks
 from .wrappings import WRAPPINGS, ZERO, trainable, wrap
 
 STEPS = 3
@@ -56,9 +57,11 @@ def loss_of(logps: list[Tensor], entropies: list[Tensor], rank: int, step: int, 
     return 0.05 * weigh(logps, entropies, seed=step + 7 * micro + 31 * rank)
 
 
-def make(kind: str, tied: bool, frozen: str, experts: str | None = None):
-    """The model with some parameters frozen; `"adapters"`: in PEFT's, with a LoRA in two of its layers."""
-    model = tiny(kind, tied, **({"experts_implementation": experts} if experts else {}))
+def make(kind: str, tied: bool, frozen: str, experts: str | None = None, wide: bool = False):
+    """The model with some parameters frozen; `"adapters"`: in PEFT's, with a LoRA in two of its layers. `wide` gives
+    matrices above DeepSpeed's default threshold, below which it keeps parameters gathered."""
+    settings: dict = {"experts_implementation": experts} if experts else {}
+    model = tiny(kind, tied, **settings, **({"intermediate_size": 4096} if wide else {}))
     if frozen == "shared layers":
         model.model.layers[2].mlp = model.model.layers[0].mlp
     if frozen == "adapted head":
@@ -76,9 +79,9 @@ def make(kind: str, tied: bool, frozen: str, experts: str | None = None):
 
 
 @functools.cache
-def reference(kind, tied, mode, optimizer, accumulation, clip, frozen, one_term, world):
+def reference(kind, tied, mode, optimizer, accumulation, clip, frozen, one_term, wide, world):
     """Gradients before clipping, of each step, and what the weights changed by."""
-    model = make(kind, tied, frozen)
+    model = make(kind, tied, frozen, wide)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     stepper = OPTIMIZERS[optimizer](trainable(model))
     layers = model.config.num_hidden_layers
@@ -110,6 +113,7 @@ def parity(
     no_sync=False,
     frozen="none",
     one_term=False,
+    wide=False,
     score="",
     experts=None,
     config=None,
@@ -123,7 +127,13 @@ def parity(
     rank, world = dist.get_rank(), dist.get_world_size()
     config = LongStrawConfig(**{"prompt_grad": mode, "prompt_chunk_size": 5, "head_chunk_size": 4, **(config or {})})
     wrapped = wrap(
-        name, lambda: make(kind, tied, frozen, experts), config, OPTIMIZERS[optimizer], accumulation, clip, **settings
+        name,
+        lambda: make(kind, tied, frozen, experts, wide),
+        config,
+        OPTIMIZERS[optimizer],
+        accumulation,
+        clip,
+        **settings,
     )
     wrapped.no_sync = no_sync
 
@@ -149,7 +159,7 @@ def parity(
     update = {n: w - before[n] for n, w in wrapped.weights().items()}
     if rank > 0:
         return None
-    theirs, their_update = reference(kind, tied, mode, optimizer, accumulation, clip, frozen, one_term, world)
+    theirs, their_update = reference(kind, tied, mode, optimizer, accumulation, clip, frozen, one_term, wide, world)
     return {
         "gradient": max(relative(g, r) for g, r in zip(ours, theirs, strict=True)),
         "parameter": max(worst(g, r) for g, r in zip(ours, theirs, strict=True)),
@@ -168,6 +178,16 @@ def check(ranks, record_property, name, **case):
 
 LONG = {"accumulation": 4, "clip": 0.5}
 SCORED = {"score": "before between"}
+DEFAULTS = dict.fromkeys(  # DeepSpeed's own: overlap, prefetch of 5e7 elements, parameters below 1e5 kept gathered
+    (
+        "overlap_comm",
+        "reduce_bucket_size",
+        "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold",
+        "stage3_max_reuse_distance",
+    )
+)
+OFFLOADED = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
 CASES = [  # each setting meets each engine somewhere; `test_parity_of_all` takes them all together
     ("ddp", {}),
     ("ddp", {"kind": "qwen3", "tied": True, "mode": "detached", "optimizer": "AdamW", "no_sync": True, **LONG}),
@@ -184,7 +204,12 @@ CASES = [  # each setting meets each engine somewhere; `test_parity_of_all` take
     ("zero3", {"overlap_comm": True, "stage3_prefetch_bucket_size": 5000, "stage3_param_persistence_threshold": 40}),
     ("zero3", {"stage3_max_reuse_distance": 10**9, "stage3_prefetch_bucket_size": 10**7}),
     ("zero3", {"reduce_bucket_size": 5000, "accumulation": 2, "offload_optimizer": {"device": "cpu"}}),
+    ("zero3", {"wide": True, "optimizer": "AdamW", **SCORED, **LONG, **DEFAULTS}),
+    ("zero3", {"wide": True, "tied": True, "optimizer": "AdamW", "clip": 0.5, **DEFAULTS, **OFFLOADED}),
+    ("zero3", {"optimizer": "AdamW", "overlap_comm": True, **SCORED, **LONG, **OFFLOADED}),
     ("zero3_init", {"kind": "qwen3", "tied": True, "mode": "last:1"}),
+    ("zero3_from_pretrained", {"kind": "qwen3", "tied": True, "clip": 0.5}),
+    ("zero3_from_pretrained", {"wide": True, "optimizer": "AdamW", "accumulation": 2, **DEFAULTS, **OFFLOADED}),
     ("fsdp2", {"kind": "qwen3", "tied": True, "optimizer": "AdamW", **SCORED, **LONG}),
     ("fsdp2", {"no_sync": True, "frozen": "embedding", "accumulation": 2, "clip": 0.5, **SCORED}),
     ("fsdp2", {"kind": "mistral", "mode": "detached", "reshard_after_forward": False}),
@@ -211,6 +236,8 @@ CASES = [  # each setting meets each engine somewhere; `test_parity_of_all` take
     ("fsdp2", {"frozen": "saved head", "accumulation": 2, "config": {"head_chunk_size": 2}}),
     ("fsdp2", {"frozen": "shared layers", "accumulation": 2}),
     ("fsdp2_one_group", {"frozen": "shared layers", "accumulation": 2}),
+    ("fsdp2", {"mesh_shape": (1, 2), "optimizer": "AdamW", "clip": 0.5, "accumulation": 2, **SCORED}),
+    ("fsdp2", {"mesh_shape": (2, 1), "kind": "qwen3", "tied": True, "accumulation": 2, "no_sync": True}),
     ("fsdp2_one_group", {"tied": True, "mode": "detached"}),
     ("fsdp2_one_group", {"kind": "mistral", "no_sync": True, **SCORED, **LONG}),
     ("fsdp2_accelerate", {"kind": "qwen3", "optimizer": "AdamW", "accumulation": 2, "clip": 0.5, **SCORED}),
@@ -219,7 +246,10 @@ CASES = [  # each setting meets each engine somewhere; `test_parity_of_all` take
 
 
 def spell(value) -> str:
-    return value if isinstance(value, str) else " ".join(f"{k}={v}" for k, v in value.items()) or "default"
+    if isinstance(value, str):
+        return value
+    given = [f"{k}={v}" for k, v in value.items() if v is not None]
+    return " ".join(given + ["at DeepSpeed's defaults"] * (len(given) < len(value))) or "default"
 
 
 @pytest.mark.parametrize(("name", "case"), CASES, ids=spell)
@@ -230,6 +260,16 @@ def test_parity(two_ranks, record_property, name, case):
 @pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "fsdp2"])
 def test_parity_of_three_ranks(three_ranks, record_property, name):
     check(three_ranks, record_property, name, tied=name == "zero3", clip=0.5, one_term=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp2_one_group"])
+def test_parity_of_two_by_two_ranks(record_property, name):
+    ranks = Ranks(4)
+    try:
+        check(ranks, record_property, name, mesh_shape=(2, 2), optimizer="AdamW", accumulation=4, clip=0.2, **SCORED)
+    finally:
+        ranks.stop()
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "fsdp2_one_group", "fsdp2_accelerate"])

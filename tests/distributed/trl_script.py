@@ -5,6 +5,7 @@
 FOLDER holds cases.json, a list of the arguments of `run`, and the folders of models; `NAME.pt` is added for each case.
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -35,7 +36,7 @@ from trl import GRPOTrainer  # noqa: E402
 from longstraw_dist.attach import is_attached  # noqa: E402
 from longstraw_dist.integrations.trl import LongStrawGRPOTrainer  # noqa: E402
 from longstraw_dist.wrapping import is_partitioned  # noqa: E402
-from tests import trl_training  # noqa: E402
+from tests import trl_rollouts, trl_training  # noqa: E402
 
 TRAINERS = {cls.__name__: cls for cls in (GRPOTrainer, LongStrawGRPOTrainer)}
 ENGINE_OPTIONS = {
@@ -45,40 +46,77 @@ ENGINE_OPTIONS = {
 }
 
 
-def run(name: str, models: str, options: dict, trainer: str = "LongStrawGRPOTrainer", scripted: bool = True) -> dict:
-    arguments = {"rollout_func": trl_training.scripted_rollouts()} if scripted else {}
-    options = {**ENGINE_OPTIONS[ENGINE], "output_dir": str(FOLDER / name), **options}
-    done = trl_training.train(TRAINERS[trainer], FOLDER / models, arguments=arguments, **options)
+def arguments_of(rollouts: list[str] | None, evaluate: int, adapter: bool) -> dict:
+    """`rollouts` names functions of trl_rollouts.py, `None` stands for TRL's generation."""
+    arguments: dict = {}
+    if adapter:
+        import peft
+
+        arguments["peft_config"] = peft.LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj", "v_proj", "up_proj"])
+    if rollouts is not None:
+        arguments["rollout_func"] = trl_rollouts.changed(*(getattr(trl_rollouts, name) for name in rollouts))
+    if evaluate:
+        arguments["eval_dataset"] = trl_training.prompts(evaluate)
+    return arguments
+
+
+def run(
+    name: str,
+    models: str,
+    options: dict,
+    trainer: str = "LongStrawGRPOTrainer",
+    rollouts: list[str] | None = (),  # type: ignore[assignment]
+    prompts: int = 16,
+    twice: bool = False,
+    stream: bool = False,
+    vllm: bool = False,
+    adapter: bool = False,
+    evaluate: int = 0,
+    resume: str | None = None,
+    after: bool = False,
+) -> dict:
+    """One case. The first prompt is there `twice`, or all come in a `stream`. `resume` is the checkpoint, in FOLDER.
+    `after` generates, evaluates and saves once it has trained."""
+    dataset = trl_training.prompts(prompts)
+    dataset = dataset.select([0, *range(prompts)]) if twice else dataset
+    done = trl_training.train(
+        TRAINERS[trainer],
+        FOLDER / models,
+        resume=resume and str(FOLDER / resume),
+        prepare=trl_rollouts.simulate_vllm if vllm else None,
+        dataset=dataset.to_iterable_dataset() if stream else dataset,
+        arguments=arguments_of(rollouts, evaluate, adapter),
+        **{**ENGINE_OPTIONS[ENGINE], "output_dir": str(FOLDER / name), **options},
+    )
     made = done.trainer
     reference = None if made.ref_model is None else made.accelerator.unwrap_model(made.ref_model)
     found = {
         "world": (dist.get_world_size(), made.accelerator.num_processes, int(os.environ["WORLD_SIZE"])),
         "kind": made.accelerator.distributed_type.value,
         "partitioned": [is_partitioned(p) for p in trl_training.policy_of(made).parameters()],
-        "gradients": done.gradients,
-        "update": done.update,
-        "completions": [batch["completion_ids"].tolist() for batch in done.batches],
-        "log": list(made.state.log_history),
+        "run": dataclasses.replace(done, trainer=None),
     }
     if reference is not None:
         found["reference_partitioned"] = [is_partitioned(p) for p in reference.parameters()]
         found["reference_attached"] = is_attached(reference)
-    # Generation, evaluation and saving after the steps: all of them gather anew.
-    made.rollout_func, made.eval_dataset = None, trl_training.prompts(4)
-    made.args.per_device_eval_batch_size = 4
-    found["evaluation"] = made.evaluate()
-    made.save_model(str(FOLDER / name / "saved"))
+        found["reference"] = trl_training.whole_weights(reference)
+    if after:  # all of them gather anew
+        made.rollout_func, made.eval_dataset = None, trl_training.prompts(4)
+        made.args.per_device_eval_batch_size = 4
+        found["evaluation"] = made.evaluate()
+        made.save_model(str(FOLDER / name / "saved"))
     if ENGINE == "fsdp2":  # the plugin outlives the case, and would look for its layer class in the next one's model
         made.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = None
     return found
 
 
 def main() -> None:
+    """Saves for each case what rank 0 found, with the micro-batches of all ranks one after the other."""
     for case in json.loads((FOLDER / "cases.json").read_text()):
         found = run(**case)
         everyone: list = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (found["completions"], all(found["partitioned"])))
-        found["completions"] = [rows for rank, _ in everyone for rows in rank]
+        dist.all_gather_object(everyone, (found["run"].batches, all(found["partitioned"])))
+        found["run"].batches = [batch for batches, _ in everyone for batch in batches]
         found["partitioned_everywhere"] = all(ok for _, ok in everyone)
         if dist.get_rank() == 0:
             torch.save(found, FOLDER / f"{case['name']}.pt")

@@ -8,7 +8,8 @@ import contextlib
 import functools
 import gc
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,10 +23,10 @@ from transformers import PreTrainedModel
 
 from longstraw_dist import LongStrawConfig, attach
 
-ZERO = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_init": 3}
+ZERO = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_init": 3, "zero3_from_pretrained": 3}
 SHARDED = ("zero3", "zero3_init", "fsdp2", "fsdp2_one_group", "fsdp2_accelerate")
 SGD = functools.partial(torch.optim.SGD, lr=1e-2)
-WRAPPINGS = ("ddp", *ZERO, "fsdp2", "fsdp2_one_group", "fsdp2_accelerate")
+WRAPPINGS = ("ddp", "zero1", "zero2", "zero3", "zero3_init", "fsdp2", "fsdp2_one_group", "fsdp2_accelerate")
 
 
 class Wrapped:
@@ -88,6 +89,8 @@ class DDP(Wrapped):
 
 
 class FSDP2(Wrapped):
+    accelerator: Any = None  # where it wraps
+
     @contextlib.contextmanager
     def reduction(self, on: bool):
         self.model.set_requires_gradient_sync(on)
@@ -151,16 +154,18 @@ def wrap(
 ) -> Wrapped:
     """
     Args:
-        name (`str`): one of `WRAPPINGS`.
+        name (`str`): one of `WRAPPINGS`, or "zero3_from_pretrained".
         build (`Callable`): makes the causal LM; called on every rank.
         config (`LongStrawConfig`, *optional*): what to attach it with; `None` leaves it stock.
         optimizer (`Callable`): makes the optimizer of a list of parameters.
-        settings: into DDP's or `fully_shard`'s arguments, or ZeRO's `zero_optimization`.
+        settings: into DDP's or `fully_shard`'s arguments (`mesh_shape` makes an HSDP mesh), or ZeRO's
+            `zero_optimization`, where `None` leaves a value at DeepSpeed's default.
     """
     gc.collect()  # engines of earlier tests
     if name in ZERO:
         import_deepspeed()
-    model = build_in_shards(build, **settings) if name == "zero3_init" else build()
+    builders = {"zero3_init": build_in_shards, "zero3_from_pretrained": load_in_shards}
+    model = builders[name](build, **settings) if name in builders else build()
     if config is not None:
         attach(model, config)
     return wrap_engine(name, model, optimizer, accumulation, clip, bf16, **settings)
@@ -181,11 +186,16 @@ def wrap_ddp(name, model, optimizer, accumulation, clip, bf16, settings) -> Wrap
 
 def wrap_fsdp2(name, model, optimizer, accumulation, clip, bf16, settings) -> Wrapped:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, None) if bf16 else MixedPrecisionPolicy()
+    policy = settings.pop("mp_policy", policy)
     if name == "fsdp2_accelerate":
-        accelerator = make_accelerator(type(model.get_decoder().layers[0]).__name__, policy)
+        accelerator = make_accelerator(type(model.get_decoder().layers[0]).__name__, policy, "bf16" if bf16 else "no")
         module, made = accelerator.prepare(model, optimizer(trainable(model)))
-        return FSDP2(module, module, made, accumulation, clip)
-    settings = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),)), "mp_policy": policy, **settings}
+        wrapped = FSDP2(module, module, made, accumulation, clip)
+        wrapped.accelerator = accelerator
+        return wrapped
+    shape = settings.pop("mesh_shape", (dist.get_world_size(),))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    settings = {"mesh": mesh, "mp_policy": policy, **settings}
     for unit in units(list(model.get_decoder().layers)) if name == "fsdp2" else ():
         fully_shard(unit, **settings)
     fully_shard(model, **settings)
@@ -205,8 +215,9 @@ def units(layers: list[nn.Module]) -> list[Any]:
     return [group if len(group) > 1 else group[0] for group in grouped]
 
 
-def make_accelerator(layer: str, policy: MixedPrecisionPolicy):
-    """accelerate does not shard on a CPU by itself: it is told that the device is another."""
+def make_accelerator(layer: str, policy: MixedPrecisionPolicy | None, mixed_precision: str = "no"):
+    """accelerate does not shard on a CPU by itself: it is told that the device is another. Without a policy it makes
+    one of `mixed_precision`."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType
@@ -222,7 +233,7 @@ def make_accelerator(layer: str, policy: MixedPrecisionPolicy):
             cpu_ram_efficient_loading=False,
             mixed_precision_policy=policy,
         )
-        accelerator = Accelerator(fsdp_plugin=plugin)
+        accelerator = Accelerator(fsdp_plugin=plugin, mixed_precision=mixed_precision)
     finally:
         del os.environ["ACCELERATE_USE_FSDP"]
     assert accelerator.num_processes == dist.get_world_size()
@@ -246,6 +257,13 @@ def zero_config(stage: int, accumulation=1, clip=None, bf16=False, settings=None
         "stage3_param_persistence_threshold": 0,
         "stage3_max_reuse_distance": 0,
     }
+    optimization = {
+        "stage": stage,
+        "reduce_bucket_size": 10_000_000,
+        "overlap_comm": False,
+        **(sharding if stage == 3 else {}),
+        **(settings or {}),
+    }
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": accumulation,
@@ -254,13 +272,7 @@ def zero_config(stage: int, accumulation=1, clip=None, bf16=False, settings=None
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": 10_000_000,
-            "overlap_comm": False,
-            **(sharding if stage == 3 else {}),
-            **(settings or {}),
-        },
+        "zero_optimization": {k: v for k, v in optimization.items() if v is not None},
     }
 
 
@@ -276,6 +288,32 @@ def build_in_shards(build: Callable[[], PreTrainedModel], **settings) -> PreTrai
             if dist.get_rank() == 0:
                 p.copy_(whole.get_parameter(n))
     return model
+
+
+def load_in_shards(build: Callable[[], PreTrainedModel], **settings) -> PreTrainedModel:
+    """The model of `build`, saved and loaded as a user loads one under ZeRO-3."""
+    from transformers.integrations import HfDeepSpeedConfig
+
+    import_deepspeed().init_distributed("gloo", verbose=False)
+    whole = build()
+    with shared_folder() as folder:
+        if dist.get_rank() == 0:
+            whole.save_pretrained(folder)
+        dist.barrier()
+        alive = HfDeepSpeedConfig(zero_config(3, settings=settings))
+        model = type(whole).from_pretrained(folder, dtype=torch.float32).train()
+        del alive
+    return model
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[str]:
+    """The same empty folder on every rank. Not awaited after an exception, which may be one rank's alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders)
+        yield folders[0]
+        dist.barrier()
 
 
 def wrap_zero(name, model, optimizer, accumulation, clip, bf16, settings) -> Wrapped:
