@@ -13,6 +13,7 @@ from ..trl_comparison import SGD, compare, rows
 from ..trl_training import save_models
 from .trl_launch import COMMANDS, KINDS, SHARDED, launch
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # the first case of an engine starts all
 TRAINERS = ("LongStrawGRPOTrainer", "GRPOTrainer")
 VLLM = {"rollouts": ["sample_elsewhere", "mask_some_tokens"], "vllm": True}
 CORNERS = {  # of the cross product of test_trl_losses.py
@@ -137,7 +138,6 @@ def pair(results, name, kind):
     return found  # stays gathered after an evaluation
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CORNERS)
 @pytest.mark.parametrize("engine", SHARDED)
 def test_corners(launched, record_property, engine, name):
@@ -150,7 +150,6 @@ def test_corners(launched, record_property, engine, name):
         assert ours.log[2]["kl"] > 1e-4, "the adapter is its own reference"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", WIDTH)
 @pytest.mark.parametrize("engine", SHARDED)
 def test_width(launched, record_property, engine, name):
@@ -176,7 +175,6 @@ def test_width(launched, record_property, engine, name):
         assert ours.log[1]["kl"] != pytest.approx(ours.log[0]["kl"], rel=0.1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", COMMANDS)
 def test_resume(launched, record_property, engine):
     """Four steps, and two plus two from the checkpoint, with TRL's generation: the same weights; stock's, resumed."""
