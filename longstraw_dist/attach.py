@@ -313,7 +313,7 @@ class Attachment:
             if first:  # no backward goes below
                 progress.ended = False
                 x_response.requires_grad_()  # ZeRO-3's layer hooks fire on the gradient of a layer's input
-            kind = plan.attends[i], plan.windows[i], plan.joined, plan.indexed[i], plan.embedded, plan.relay, plan.stacked[i]
+            kind = plan.attends[i], plan.windows[i], plan.joined, plan.indexed[i], plan.unused[i], plan.embedded, plan.relay, plan.stacked[i]
             layer = Layer(call, module, i, exact, first, last, *kind)
             self.place.at(layer.name)  # the engine gathers it before the operation begins
             x_prompt, x_response = self._call(module, LayerOperation, (layer,), (x_prompt, x_response))

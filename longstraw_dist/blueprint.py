@@ -9,6 +9,7 @@ embeddings, masks and whatever else a layer takes come out as the architecture m
 import copy
 import inspect
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,6 +75,8 @@ class Blueprint:
         windows (`list[int | None]`): tokens that its attention sees, or all.
         joined (`bool`): whether its layers make keys and values of latents.
         indexed (`list[bool]`): whether it chooses the keys that it attends to, and takes a mask for it.
+        unused (`list[frozenset]`): parameters of each layer that may take no part in it: those of an indexer, which
+            chooses without a gradient, and those that another layer has as well.
         embedded (`list[int]`): further arguments of each layer, counted behind its hidden states, that are the embeddings.
         relay (`dict[str, int]`): arguments that a layer takes from what the one before it returned behind its hidden
             states, and at which place of the tuple.
@@ -109,6 +112,11 @@ class Blueprint:
         self.modules = named_modules(model)
         caches = DynamicCache(config=self.config).layers  # by which transformers says what a layer remembers
         self.attends = [type(cache) in (DynamicLayer, DynamicSlidingWindowLayer) for cache in caches]
+        owners = Counter(p for layer in self.layers for p in layer.parameters())
+        self.unused = [
+            frozenset(p for p in layer.parameters() if owners[p] > 1 or type(cache) is DynamicIndexedLayer)
+            for layer, cache in zip(self.layers, caches, strict=True)
+        ]
         self.windows = [vars(cache).get("sliding_window") for cache in caches]
         self.indexed = [type(cache) is DynamicIndexedLayer for cache in caches]
         self.joined = "kv_lora_rank" in self.config.to_dict()

@@ -68,6 +68,7 @@ class Layer:
     window: int | None  # of its attention
     joined: bool  # it makes them of latents
     indexed: bool  # it chooses the keys that it attends to
+    unused: frozenset[nn.Parameter]  # which may take no part: they choose keys, or are another layer's as well
     embedded: list[int]  # arguments, behind its hidden states, that are the embeddings
     relay: dict[str, int]  # what it takes of the layer before, and leaves for the next: blueprint.py
     stacked: bool  # it runs the responses of a replay side by side, since it has a recurrence
@@ -141,7 +142,7 @@ class LayerOperation(torch.autograd.Function):
             if g_response is None:
                 g_response = torch.zeros_like(x_response)
             gx_response, gx_prompt = torch.empty_like(x_response), torch.empty_like(x_prompt)
-            gradients = Gradients(layer.module.parameters(), some_choose=layer.indexed)
+            gradients = Gradients(layer.module.parameters(), layer.unused)
             for group, state in zip(call.packed.groups, ctx.states, strict=True):
                 state.load(kept)
                 again = functools.partial(recompute, layer, stock, state, gradients)
@@ -195,8 +196,8 @@ class Gradients:
     """Sums the parameters' gradients over segments, in float32 and in the order of the calls; frozen ones cost
     nothing. One gradient a parameter leaves it, rounded once."""
 
-    def __init__(self, parameters: Iterator[nn.Parameter], some_choose: bool = False):
-        self.parameters, self.some_choose = list(parameters), some_choose
+    def __init__(self, parameters: Iterator[nn.Parameter], unused: frozenset[nn.Parameter] = frozenset()):
+        self.parameters, self.unused = list(parameters), unused
         self.trainable = [p for p in self.parameters if p.requires_grad]
         self.partial: list[Tensor | None] = [None] * len(self.trainable)
 
@@ -221,9 +222,9 @@ class Gradients:
         return [self._round(p, next(sums)) if p.requires_grad else None for p in self.parameters]
 
     def _round(self, parameter: nn.Parameter, total: Tensor | None) -> Tensor | None:
-        if total is None:  # an indexer chooses keys, without a gradient: none, as in stock
+        if total is None:  # no gradient, as in stock
             shape = tuple(parameter.shape)
-            assert self.some_choose, f"a parameter of shape {shape} took no part in its layer's recompute"
+            assert parameter in self.unused, f"a parameter of shape {shape} took no part in its layer's recompute"
             return None
         return total.to(parameter.dtype)
 
