@@ -39,12 +39,14 @@ class LongStrawOutput(ModelOutput):
     the hooks must be as many on every rank, whatever its responses and its loss.
 
     Args:
-        scores (`torch.Tensor`): float32 `[2, R_1 + R_2 + ...]`: log-probs, entropies.
+        scores (`torch.Tensor`): float32 `[2, R_1 + R_2 + ...]`: log-probs, entropies; with `output_router_logits`, one
+            column more, whose first row is the auxiliary loss.
         lengths (`list[int]`): R_i of each response, group by group, in order.
 
     Attributes:
         logps (`list[torch.Tensor]`): float32 `[R_i]` for each response; differentiable.
         entropies (`list[torch.Tensor]`): the entropy of each of these distributions, same shapes; differentiable.
+        aux_loss (`torch.Tensor`): the model's load balancing loss of all rows, or `None`; differentiable.
         anchor (`torch.Tensor`): a float32 zero, connected to every layer. A rank whose loss may be empty adds it, so
             that its backward makes the collectives that the other ranks' make.
     """
@@ -61,6 +63,11 @@ class LongStrawOutput(ModelOutput):
         return self._split(1)
 
     @functools.cached_property
+    def aux_loss(self) -> Tensor | None:
+        with self._as_computed():
+            return self.scores[0, -1].clone() if self.scores.shape[1] > sum(self.lengths or ()) else None
+
+    @functools.cached_property
     def anchor(self) -> Tensor:
         with self._as_computed():
             return self.scores[:, :0].sum()
@@ -68,7 +75,7 @@ class LongStrawOutput(ModelOutput):
     def _split(self, kind: int) -> list[Tensor]:
         """One tensor a response, of its own storage: a view would keep them all."""
         with self._as_computed():
-            return [t.clone() for t in self.scores[kind].split(self.lengths)] if self.lengths else []
+            return [t.clone() for t in self.scores[kind, : sum(self.lengths)].split(self.lengths)] if self.lengths else []
 
     @contextlib.contextmanager
     def _as_computed(self) -> Iterator[None]:
@@ -121,10 +128,12 @@ def attach(model: Any, config: LongStrawConfig | None = None) -> Any:
     patched = vars(model).get("forward")  # by TRL or accelerate, on the instance
 
     @functools.wraps(type(model).forward)  # generate() and Trainer read the signature
-    def forward(self, *args, prompt_groups=None, temperature=1.0, **kwargs):
+    def forward(self, *args, prompt_groups=None, temperature=1.0, output_router_logits=None, **kwargs):
         if prompt_groups is not None:
             given = [name for name, value in kwargs.items() if value is not None]  # PEFT hands on all of its own
-            return attachment_of(self).run(prompt_groups, temperature, (*args, *given))
+            return attachment_of(self).run(prompt_groups, temperature, output_router_logits, (*args, *given))
+        if output_router_logits is not None:
+            kwargs["output_router_logits"] = output_router_logits
         if not torch.is_grad_enabled():
             wrapping.reshard_before_training(attachment_of(self).root)
         if patched is None:
@@ -196,7 +205,9 @@ class Attachment:
     def exact_layers(self) -> int:
         return exact_layers(self.config.prompt_grad, len(self.blueprint.layers))
 
-    def run(self, groups: Sequence[PromptGroup], temperature: float, unknown: tuple) -> LongStrawOutput:
+    def run(
+        self, groups: Sequence[PromptGroup], temperature: float, router_logits: bool | None, unknown: tuple
+    ) -> LongStrawOutput:
         """One packed call. Whatever may be wrong on one rank is found here, before the first parameter is gathered."""
         recording = torch.is_grad_enabled()
         device = self.blueprint.device
@@ -205,14 +216,16 @@ class Attachment:
             wrapping.reshard_after(self.root)
         try:
             try:
-                fault = self._find_fault(groups, temperature, unknown, recording, device)
+                if router_logits is None:
+                    router_logits = bool(self.blueprint.config.to_dict().get("output_router_logits"))
+                fault = self._find_fault(groups, temperature, router_logits, unknown, recording, device)
             except Exception as error:  # whatever it is, the other ranks wait to hear of it
                 fault = f"the input cannot be checked: {error!r}"
             fault = wrapping.agree(fault, recording, device)
             if fault is not None:
                 raise ValueError(fault)
             with self._named("forward"):
-                return self._run(groups, temperature, recording, device)
+                return self._run(groups, temperature, router_logits, recording, device)
         except BaseException:
             wrapping.release(self.root)
             raise
@@ -254,7 +267,7 @@ class Attachment:
             wrapping.recover(self.root, self.engine)
             self.failed = None
 
-    def _find_fault(self, groups, temperature, unknown, recording, device) -> str | None:
+    def _find_fault(self, groups, temperature, router_logits, unknown, recording, device) -> str | None:
         if unknown:
             return f"prompt_groups takes no other input beside temperature, but got {unknown[0]!r}."
         if recording and self.progress.begun and not self.progress.ended:
@@ -266,6 +279,8 @@ class Attachment:
                 "a call with prompt_groups came before the backward of the last one: engines reduce one backward a "
                 "forward, so pass all groups of a micro-batch in one call (or score under torch.no_grad())."
             )
+        if router_logits and not (self.blueprint.balance and any(t.router for t in self.blueprint.traits)):
+            return "output_router_logits=True, but the model has no routers with an auxiliary loss."
         if self.model.training and (fault := find_dropout(self.model)) is not None:
             return fault
         if (fault := self.blueprint.find_change(self.model)) is not None:
@@ -281,12 +296,12 @@ class Attachment:
         gc.collect()  # a graph that only a cycle keeps alive will see no backward
         return self.pending() is not None
 
-    def _run(self, groups, temperature, recording: bool, device: torch.device) -> LongStrawOutput:
+    def _run(self, groups, temperature, with_ends: bool, recording: bool, device: torch.device) -> LongStrawOutput:
         plan, config = self.blueprint, self.config
         if recording:
             self.applied = adapters.applied(self.model)
         self.place.at("the embedding")
-        packed = pack(groups, config, device, any(plan.stacked))
+        packed = pack(groups, config, device, plan.recurrent, with_ends)
         self.meter.begin(len(packed.prompt_ids), packed.tokens_saved, recording)
 
         embedded = plan.embedding(torch.cat([packed.prompt_ids, packed.response_ids])[None])
@@ -306,6 +321,7 @@ class Attachment:
             x_prompt = x_prompt.detach()
         del embedded
 
+        routed: list[Tensor] = []
         for i, module in enumerate(plan.layers):
             last = i == len(plan.layers) - 1
             exact = i >= first_exact
@@ -313,12 +329,15 @@ class Attachment:
             if first:  # no backward goes below
                 progress.ended = False
                 x_response.requires_grad_()  # ZeRO-3's layer hooks fire on the gradient of a layer's input
-            kind = plan.attends[i], plan.windows[i], plan.joined, plan.indexed[i], plan.unused[i], plan.embedded, plan.relay, plan.stacked[i]
-            layer = Layer(call, module, i, exact, first, last, *kind)
+            layer = Layer(call, module, i, exact, first, last, plan.traits[i])
             self.place.at(layer.name)  # the engine gathers it before the operation begins
-            x_prompt, x_response = self._call(module, LayerOperation, (layer,), (x_prompt, x_response))
+            x_prompt, x_response, *logits = self._call(module, LayerOperation, (layer,), (x_prompt, x_response))
+            if layer.routed:
+                routed.append(torch.cat(logits, 1)[0])
         if plan.embedded:
             x_response = x_response.chunk(2, -1)[0]
+        if packed.scored is not None:
+            x_response = x_response[:, packed.scored]
         rows = functools.partial(Rows, call, chunk_size=config.head_chunk_size)
         if recording and not x_response.requires_grad and trains(plan.head):
             x_response.requires_grad_()  # for its hooks too
@@ -328,9 +347,19 @@ class Attachment:
         self.place.at("the LM head")
         head = rows("the LM head", plan.head, temperature=float(temperature), finish=plan.finish)
         scores = self._call(plan.head, HeadOperation, (head, graph), (x_response,))
+        if routed:
+            aux_loss = self._auxiliary_loss(routed, packed.weights)
+            scores = torch.cat([scores, torch.stack([aux_loss, aux_loss.new_zeros(())])[:, None].to(scores.dtype)], 1)
         if recording:
             self.pending, self.progress = weakref.ref(graph), progress
         return LongStrawOutput(scores=scores, lengths=[r.stop - r.start for r in packed.rows])
+
+    def _auxiliary_loss(self, routed: list[Tensor], weights: Tensor) -> Tensor:
+        """The model's own, of all rows that its prompts and responses would be: a shared token counts once a row."""
+        if not weights.any():
+            return torch.stack([logits.sum() for logits in routed]).sum() * 0
+        model = self.model
+        return self.blueprint.balance(tuple(routed), model.num_experts, model.num_experts_per_tok, weights[None])
 
     def _call(self, module: nn.Module, operation: type[torch.autograd.Function], setting: tuple, hidden: tuple):
         """Calls the module, hooks and all, with `operation` in place of its forward."""

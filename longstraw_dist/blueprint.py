@@ -9,8 +9,9 @@ embeddings, masks and whatever else a layer takes come out as the architecture m
 import copy
 import inspect
 import itertools
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from transformers.cache_utils import (
 
 from .attention import prefix_attention
 from .groups import Segment
+from .traits import Traits
 
 
 class Stub(nn.Module):
@@ -71,16 +73,9 @@ class Blueprint:
         embedding, layers, norm, head: the model's own modules, to be called in this order.
         enter (`Callable`): what the model does with its embeddings before the first layer (a scale), or `None`.
         finish (`Callable`): what it does with its logits behind the head (a softcap, a scale), or `None`.
-        attends (`list[bool]`): of each layer, whether its state is keys and values and nothing else.
-        windows (`list[int | None]`): tokens that its attention sees, or all.
-        joined (`bool`): whether its layers make keys and values of latents.
-        indexed (`list[bool]`): whether it chooses the keys that it attends to, and takes a mask for it.
-        unused (`list[frozenset]`): parameters of each layer that may take no part in it: those of an indexer, which
-            chooses without a gradient, and those that another layer has as well.
-        embedded (`list[int]`): further arguments of each layer, counted behind its hidden states, that are the embeddings.
-        relay (`dict[str, int]`): arguments that a layer takes from what the one before it returned behind its hidden
-            states, and at which place of the tuple.
-        stacked (`list[bool]`): whether it has a recurrence, so that sequences must lie side by side.
+        traits (`list[Traits]`): of each layer.
+        recurrent (`bool`): whether any layer has a recurrence.
+        balance (`Callable`): the model's own auxiliary loss of its routers' logits, or `None`.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -110,17 +105,32 @@ class Blueprint:
         self.enter = None if same(self._enter(x := self._sample(3)), x) else self._enter
         self.finish = None if self._hands_on_logits() else self._finish
         self.modules = named_modules(model)
+        self.traits = self._find_traits(base)
+        self.recurrent = any(traits.stacked for traits in self.traits)
+        # fetched now: `fully_shard` swaps the model's class for one of another module
+        self.balance = vars(sys.modules[type(model).__module__]).get("load_balancing_loss_func")
+
+    def _find_traits(self, base: nn.Module) -> list[Traits]:
         caches = DynamicCache(config=self.config).layers  # by which transformers says what a layer remembers
-        self.attends = [type(cache) in (DynamicLayer, DynamicSlidingWindowLayer) for cache in caches]
         owners = Counter(p for layer in self.layers for p in layer.parameters())
-        self.unused = [
-            frozenset(p for p in layer.parameters() if owners[p] > 1 or type(cache) is DynamicIndexedLayer)
-            for layer, cache in zip(self.layers, caches, strict=True)
-        ]
-        self.windows = [vars(cache).get("sliding_window") for cache in caches]
-        self.indexed = [type(cache) is DynamicIndexedLayer for cache in caches]
-        self.joined = "kv_lora_rank" in self.config.to_dict()
-        self.stacked = [isinstance(cache, LinearAttentionCacheLayerMixin) for cache in caches]
+        recorded = (type(base)._can_record_outputs or {}).get("router_logits")
+        found = []
+        for layer, cache in zip(self.layers, caches, strict=True):
+            indexed = type(cache) is DynamicIndexedLayer
+            found.append(
+                Traits(
+                    attends=type(cache) in (DynamicLayer, DynamicSlidingWindowLayer),
+                    window=vars(cache).get("sliding_window"),
+                    joined="kv_lora_rank" in self.config.to_dict(),
+                    indexed=indexed,
+                    stacked=isinstance(cache, LinearAttentionCacheLayerMixin),
+                    router=find_router(layer, recorded),
+                    unused=frozenset(p for p in layer.parameters() if owners[p] > 1 or indexed),
+                    embedded=self.embedded,
+                    relay=self.relay,
+                )
+            )
+        return found
 
     def _around(self, module: nn.Module, base: nn.Module) -> nn.Module:
         """The ghost of what stands around the decoder; it may lie deeper than one level, beside other encoders."""
@@ -156,7 +166,8 @@ class Blueprint:
         for before, after in itertools.pairwise((*self.stubs, stubs[norms[0]], self.end)):
             if not after.args or not same(before.out, after.args[0]):
                 raise ValueError(f"{kind} changes the hidden states between its layers, its norm and its head.")
-        self.embedded = [i for i, arg in enumerate(self.stubs[0].args[1:]) if isinstance(arg, Tensor) and arg.requires_grad]
+        extra = enumerate(self.stubs[0].args[1:])
+        self.embedded = tuple(i for i, arg in extra if isinstance(arg, Tensor) and arg.requires_grad)
         for stub in self.stubs:
             if not stub.args or "cache" not in stub.kwargs:
                 raise ValueError(f"{kind} calls its layers without `cache`.")
@@ -241,13 +252,14 @@ class Blueprint:
 
         `like` gives dtype and device. Costs one run of the model's own forward over stubs: under a millisecond.
         """
-        if not all(self.stacked):
-            flat = self._describe(segment.positions(like.device), like)
-        if any(self.stacked):
-            stacked = self._describe(segment.stacked_positions(like.device), like)
-        segment.calls = [stacked[i] if self.stacked[i] else flat[i] for i in range(len(self.layers))]
+        forms = {traits.stacked for traits in self.traits}
+        calls = {
+            stacked: self._describe(segment.stacked_positions if stacked else segment.positions, like) for stacked in forms
+        }
+        segment.calls = [calls[traits.stacked][i] for i, traits in enumerate(self.traits)]
 
-    def _describe(self, positions: Tensor, like: Tensor) -> list[tuple[list, dict[str, Any]]]:
+    def _describe(self, of: Callable, like: Tensor) -> list[tuple[list, dict[str, Any]]]:
+        positions = of(like.device)
         with torch.no_grad():
             self._run(self.ghost, like.new_empty(1).expand(*positions.shape, self.config.hidden_size), positions)
         apart = {"cache", *self.relay}
@@ -256,6 +268,15 @@ class Blueprint:
         ]
         self.forget()
         return calls
+
+
+def find_router(layer: nn.Module, recorded: Any) -> tuple[nn.Module, int] | None:
+    """The module whose output transformers would record as router logits, and where they are in it."""
+    if recorded is None:
+        return None
+    target = recorded if isinstance(recorded, type) else recorded.target_class
+    place = 0 if isinstance(recorded, type) else recorded.index
+    return next(((m, place) for m in layer.modules() if isinstance(m, target)), None)
 
 
 def named_modules(model: PreTrainedModel) -> dict[str, nn.Module]:

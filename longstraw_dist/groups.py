@@ -113,6 +113,9 @@ class Packed:
     targets: Tensor  # int64 [response tokens]
     rows: list[slice]
     tokens_saved: int  # prompt tokens that a run row by row would forward again
+    with_ends: bool = False  # the last token of each response is run too: routers count it
+    scored: Tensor | None = None  # int64 [R_1 + R_2 + ...]: the response rows that have a target, if not all have
+    weights: Tensor | None = None  # float32 [prompt tokens + response tokens]: in how many rows each stands
 
     @property
     def segments(self) -> list[Segment]:
@@ -121,25 +124,31 @@ class Packed:
     @property
     def returned(self) -> int:
         """Response rows whose log-probs the caller gets: all but a dummy's."""
-        return self.rows[-1].stop if self.rows else 0
+        return sum(rows.stop - rows.start for rows in self.rows)
 
 
 def pack(
-    groups: Sequence[PromptGroup], config: LongStrawConfig, device: torch.device, recurrent: bool = False
+    groups: Sequence[PromptGroup],
+    config: LongStrawConfig,
+    device: torch.device,
+    recurrent: bool = False,
+    with_ends: bool = False,
 ) -> Packed:
-    """Lays the groups out; for a `recurrent` model no prompt chunk but the first has one token. Where no response has a token, one dummy response runs, so that this rank makes the module
+    """Lays the groups out. For a `recurrent` model no prompt chunk but the first has one token; `with_ends`, a response
+    of R tokens has R + 1 inputs. Where nothing is to run, one dummy response does, so that this rank makes the module
     calls that the others make; its log-probs are not returned."""
-    if not any(len(r) for group in groups for r in group.response_ids):
+    if not any(len(r) or with_ends for group in groups for r in group.response_ids):
         dummy = torch.zeros(1, dtype=torch.int64, device=device)
-        packed = pack([PromptGroup(dummy, [dummy])], config, device, recurrent)
+        packed = pack([PromptGroup(dummy, [dummy])], config, device, recurrent, with_ends)
         packed.rows, packed.tokens_saved = [slice(0, 0) for g in groups for _ in g.response_ids], 0
+        packed.weights = None if packed.weights is None else torch.zeros_like(packed.weights)
         return packed
 
-    out, prompts, inputs, targets, rows = [], [], [], [], []
+    out, prompts, inputs, targets, rows, weights = [], [], [], [], [], []
     p = r = saved = 0
     for number, group in enumerate(groups):
         prompt = group.prompt_ids
-        filled = [t for t in group.response_ids if len(t)]
+        filled = [t for t in group.response_ids if len(t) or with_ends]
         captured = len(prompt) - 1 if filled else 0  # a prompt that nobody reads is not run
         chunks = []
         for i, (begin, end) in enumerate(split_prompt(captured, config.prompt_chunk_size, recurrent)):
@@ -151,18 +160,25 @@ def pack(
         begin = r
         for ids in group.response_ids:
             rows.append(slice(r, r + len(ids)))
-            r += len(ids)
+            r += len(ids) + with_ends
         for ids in filled:
-            inputs += [prompt[-1:], ids[:-1]]
+            inputs += [prompt[-1:], ids[: len(ids) - 1 + with_ends]]
             targets.append(ids)
+        weights.append(torch.full((captured,), len(filled), dtype=torch.float32, device=device))
         replays = []
-        for lengths in split_replays([len(t) for t in filled], config):
+        for lengths in split_replays([len(t) + with_ends for t in filled], config):
             lies = slice(begin, begin + sum(lengths))
             replays.append(Segment(lies, captured, lengths, group=number, number=len(chunks)))
             begin += sum(lengths)
         out.append(PackedGroup(captured, chunks, replays))
         saved += captured * max(len(filled) - 1, 0)
-    return Packed(out, torch.cat(prompts), torch.cat(inputs), torch.cat(targets), rows, saved)
+    packed = Packed(out, torch.cat(prompts), torch.cat(inputs), torch.cat(targets), rows, saved, with_ends)
+    if with_ends:
+        packed.scored = torch.cat([torch.arange(lies.start, lies.stop, device=device) for lies in rows])
+        if len(packed.scored) == 0:  # the head runs on every rank
+            packed.scored, packed.targets = torch.zeros(2, 1, dtype=torch.int64, device=device)
+        packed.weights = torch.cat([*weights, torch.ones(len(packed.response_ids), device=device)])
+    return packed
 
 
 def split_prompt(tokens: int, size: int, recurrent: bool) -> list[tuple[int, int]]:

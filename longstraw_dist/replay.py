@@ -32,6 +32,7 @@ from .groups import Packed, Segment
 from .meter import Meter
 from .scan import continued_scans
 from .state import Captured, PromptState, View
+from .traits import Traits
 
 
 @dataclass
@@ -64,14 +65,12 @@ class Layer:
     exact: bool  # whether the gradient reaches the prompt here
     first: bool  # no gradient goes below: nothing there is trained
     last: bool  # nothing reads the prompt's output of the last layer
-    attends: bool  # its state is keys and values, and nothing else
-    window: int | None  # of its attention
-    joined: bool  # it makes them of latents
-    indexed: bool  # it chooses the keys that it attends to
-    unused: frozenset[nn.Parameter]  # which may take no part: they choose keys, or are another layer's as well
-    embedded: list[int]  # arguments, behind its hidden states, that are the embeddings
-    relay: dict[str, int]  # what it takes of the layer before, and leaves for the next: blueprint.py
-    stacked: bool  # it runs the responses of a replay side by side, since it has a recurrence
+    traits: Traits
+
+    @property
+    def routed(self) -> bool:
+        """Whether its router's logits are wanted."""
+        return self.call.packed.with_ends and self.traits.router is not None
 
     @property
     def name(self) -> str:
@@ -80,7 +79,8 @@ class Layer:
 
 class LayerOperation(torch.autograd.Function):
     """
-    `apply(layer, stock, x_prompt_1NH, x_response_1MH, *parameters) -> (y_prompt_1NH | None, y_response_1MH)`
+    `apply(layer, stock, x_prompt_1NH, x_response_1MH, *parameters)
+        -> (y_prompt_1NH | None, y_response_1MH, router_prompt_1NE | None, router_response_1ME | None)`
 
     `stock` is the layer's own forward at the time of the call. Costs: each row runs once in forward; in backward each
     response row runs once more forward and once backward, and each prompt row too where the prompt's gradient is
@@ -90,25 +90,31 @@ class LayerOperation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, layer: Layer, stock: Callable, x_prompt: Tensor, x_response: Tensor, *parameters: Tensor):
         ctx.autocast = Autocast(x_response.device.type)
-        y_prompt, y_response, states, kept = None, None, [], []
+        y_prompt = y_response = r_prompt = r_response = None
+        states, kept = [], []
         segments = layer.call.packed.segments
         ctx.relay = [list(segment.relay) for segment in segments]
         relayed = [t for segment in segments for t in segment.relay.values()]
         with no_checkpointing(layer.module), ctx.autocast.restored():
             for group in layer.call.packed.groups:
-                state = PromptState(group.captured, layer.attends, layer.joined, layer.window)
+                state = PromptState(group.captured, layer.traits)
                 for chunk in group.chunks:
-                    view = state.open(chunk, capture_only=layer.last)
+                    view = state.open(chunk, capture_only=layer.last and not layer.routed)
                     y = run(layer, stock, chunk, x_prompt[:, chunk.rows], view)
                     state.write(chunk, view)
                     y_prompt = put(y_prompt, x_prompt, chunk, y)
+                    r_prompt = put(r_prompt, x_prompt, chunk, view.routed)
                 for replay in group.replays:
-                    y = run(layer, stock, replay, x_response[:, replay.rows], state.open(replay))
+                    view = state.open(replay)
+                    y = run(layer, stock, replay, x_response[:, replay.rows], view)
                     y_response = put(y_response, x_response, replay, y)
+                    r_response = put(r_response, x_response, replay, view.routed)
                 states.append(state)
                 kept.append(state.kept(layer.exact, group.chunks[0].tokens * x_prompt[0, :1].nbytes if group.chunks else 0))
         if y_prompt is None and not layer.last:
             y_prompt = torch.empty_like(x_prompt)
+        if r_prompt is None and r_response is not None:
+            r_prompt = r_response[:, :0].clone()
 
         layer.call.place.at(layer.name)
         ctx.layer, ctx.states = layer, states
@@ -120,16 +126,16 @@ class LayerOperation(torch.autograd.Function):
             for segment in segments:
                 segment.relay = {}
         ctx.set_materialize_grads(False)
-        if y_prompt is not None and not layer.exact:
-            ctx.mark_non_differentiable(y_prompt)
+        if not layer.exact:
+            ctx.mark_non_differentiable(*(t for t in (y_prompt, r_prompt) if t is not None))
         if any(ctx.needs_input_grad):
             layer.call.meter.keeps("hidden", hidden)
             layer.call.meter.keeps("state", state_tensors)
-        return y_prompt, y_response
+        return y_prompt, y_response, r_prompt, r_response
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, g_prompt: Tensor | None, g_response: Tensor | None):
+    def backward(ctx, g_prompt, g_response, gr_prompt, gr_response):
         layer, exact, call = ctx.layer, ctx.layer.exact, ctx.layer.call
         stock = layer.module.forward  # looked up anew: a wrapper may have swapped the class
         with call.guard(layer.name), no_checkpointing(layer.module), ctx.autocast.restored(), torch.enable_grad():
@@ -142,19 +148,19 @@ class LayerOperation(torch.autograd.Function):
             if g_response is None:
                 g_response = torch.zeros_like(x_response)
             gx_response, gx_prompt = torch.empty_like(x_response), torch.empty_like(x_prompt)
-            gradients = Gradients(layer.module.parameters(), layer.unused)
+            gradients = Gradients(layer.module.parameters(), layer.traits.unused)
             for group, state in zip(call.packed.groups, ctx.states, strict=True):
                 state.load(kept)
                 again = functools.partial(recompute, layer, stock, state, gradients)
                 for replay in group.replays:
-                    gx_response[:, replay.rows] = again(replay, x_response, g_response)
+                    gx_response[:, replay.rows] = again(replay, x_response, g_response, gr_response)
                 for chunk in reversed(group.chunks) if exact else ():
                     for earlier in state.missing(chunk, group.chunks):
                         with torch.no_grad():
                             view = state.open(earlier)
                             run(layer, stock, earlier, x_prompt[:, earlier.rows], view)
                         state.restore(earlier, view)
-                    gx_prompt[:, chunk.rows] = again(chunk, x_prompt, g_prompt, captured=True)
+                    gx_prompt[:, chunk.rows] = again(chunk, x_prompt, g_prompt, gr_prompt, captured=True)
                 state.clear()
             sums = gradients.sums()
         call.progress.ended |= layer.first
@@ -167,27 +173,46 @@ def run(layer: Layer, stock: Callable, segment: Segment, x: Tensor, view: View) 
     swapped = prefix_attention(layer.call.config, view), continued_scans(layer.module)
     with swapped[0], swapped[1], contextlib.suppress(Captured):
         args, kwargs = segment.calls[layer.index]
-        kwargs = kwargs | {name: segment.relay.get(name) for name in layer.relay}
-        if layer.indexed:
+        kwargs = kwargs | {name: segment.relay.get(name) for name in layer.traits.relay}
+        if layer.traits.indexed:
             kwargs["attention_mask"] = segment.mask(x.device)
-        x = segment.stack(x) if layer.stacked else x
-        if layer.embedded:  # the rows are hidden states and, behind them, embeddings
+        x = segment.stack(x) if layer.traits.stacked else x
+        if layer.traits.embedded:  # the rows are hidden states and, behind them, embeddings
             x, embeddings = x.chunk(2, -1)
-            args = [embeddings if i in layer.embedded else arg for i, arg in enumerate(args)]
-        y = stock(x, *args, **kwargs, cache=view)
-        segment.relay = {name: y[place] for name, place in layer.relay.items() if y[place] is not None}
+            args = [embeddings if i in layer.traits.embedded else arg for i, arg in enumerate(args)]
+        with router_logits(layer) as routed:
+            y = stock(x, *args, **kwargs, cache=view)
+        if routed:
+            logits = routed[0].view(*x.shape[:2], -1)
+            view.routed = segment.unstack(logits) if layer.traits.stacked else logits
+        segment.relay = {name: y[place] for name, place in layer.traits.relay.items() if y[place] is not None}
         y = y if isinstance(y, Tensor) else y[0]
-        if layer.embedded:
+        if layer.traits.embedded:
             y = torch.cat([y, embeddings], -1)
-        return segment.unstack(y) if layer.stacked else y
+        return segment.unstack(y) if layer.traits.stacked else y
     return None
+
+
+@contextlib.contextmanager
+def router_logits(layer: Layer) -> Iterator[list[Tensor]]:
+    """Collects what the layer's router says, where the auxiliary loss is wanted."""
+    found: list[Tensor] = []
+    if not layer.routed:
+        yield found
+        return
+    router, place = layer.traits.router
+    hook = router.register_forward_hook(lambda _, args, out: found.append(out[place] if isinstance(out, tuple) else out))
+    try:
+        yield found
+    finally:
+        hook.remove()
 
 
 def put(into: Tensor | None, like: Tensor, segment: Segment, y: Tensor | None) -> Tensor | None:
     if y is None:
         return into
     if into is None:  # the layer's output dtype is known with its first output
-        into = y.new_empty(like.shape)
+        into = y.new_empty(*like.shape[:2], y.shape[-1])
     into[:, segment.rows] = y
     return into
 
@@ -237,17 +262,19 @@ def recompute(
     segment: Segment,
     x: Tensor,
     g: Tensor | None,
+    g_router: Tensor | None,
     captured: bool = False,
 ) -> Tensor:
     """Runs one segment again, with its graph, and takes its gradient, from its output's and, where the segment was
     `captured`, its state's: the one of its `x` is returned, those of the past and of the parameters are added up. All
     else that it made is gone when the next segment starts."""
     x = x[:, segment.rows].detach().requires_grad_()
-    view = state.open(segment, differentiable=layer.exact, capture_only=g is None)
+    view = state.open(segment, differentiable=layer.exact, capture_only=g is None and g_router is None)
     y = run(layer, stock, segment, x, view)
     outputs, cotangents = state.cotangents(segment, view) if captured else ([], [])
-    if y is not None and g is not None:
-        outputs, cotangents = [y, *outputs], [g[:, segment.rows], *cotangents]
+    for output, cotangent in ((y, g), (view.routed, g_router)):
+        if output is not None and cotangent is not None:
+            outputs, cotangents = [*outputs, output], [*cotangents, cotangent[:, segment.rows]]
     gx, *g_past = gradients.vjp(outputs, cotangents, [x, *view.leaves.values()])
     state.accumulate(segment, view, g_past)
     return gx

@@ -46,11 +46,6 @@ def refuse_inexact(model: PreTrainedModel) -> None:
             )
     if settings.get("use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention=True: a prompt chunk would have to see those behind it.")
-    if settings.get("output_router_logits"):
-        raise ValueError(
-            "output_router_logits=True: the MoE auxiliary loss is not supported yet. Set it to False (in TRL, "
-            "router_aux_loss_coef=0.0)."
-        )
     if config._experts_implementation not in EXPERTS:
         raise ValueError(
             f"experts_implementation={config._experts_implementation!r} was not tested: choose eager or "

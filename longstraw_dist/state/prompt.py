@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from ..groups import Segment
+from ..traits import Traits
 from .pages import Carry, Grow, Pages, Window
 from .view import View
 
@@ -16,13 +17,11 @@ class PromptState:
     """
     Args:
         tokens (`int`): captured tokens of the prompt.
-        attends (`bool`): the layer's state is keys and values and nothing else.
-        joined (`bool`): it makes them of latents, which are the state.
-        window (`int`, *optional*): tokens that its attention sees, the query's own included.
+        traits (`Traits`): the layer's.
     """
 
-    def __init__(self, tokens: int, attends: bool, joined: bool, window: int | None):
-        self.tokens, self.attends, self.joined, self.window = tokens, attends, joined, window
+    def __init__(self, tokens: int, traits: Traits):
+        self.tokens, self.traits = tokens, traits
         self.pages: dict[str, Pages] = {}
         self.counts: dict[str, int] = {}
 
@@ -32,7 +31,8 @@ class PromptState:
         for name, pages in self.pages.items():
             if (t := pages.read(segment)) is not None:
                 past[name] = t.detach().requires_grad_(differentiable and name != "index")  # chosen by, not learned
-        return View(past, segment, ATTENTION if capture_only and self.attends else frozenset(), self.joined)
+        enough = ATTENTION if capture_only and self.traits.attends else frozenset()
+        return View(past, segment, enough, self.traits.joined)
 
     def write(self, segment: Segment, view: View) -> None:
         """Takes over what a prompt chunk's layer call left in its view."""
@@ -44,7 +44,9 @@ class PromptState:
     def _begin(self, name: str) -> Pages:
         if name not in ALONG:
             return Carry()
-        return Grow(self.tokens, ALONG[name]) if self.window is None else Window(self.window - 1, ALONG[name])
+        if (window := self.traits.window) is not None:
+            return Window(window - 1, ALONG[name])
+        return Grow(self.tokens, ALONG[name])
 
     def missing(self, chunk: Segment, chunks: list[Segment]) -> list[Segment]:
         """The chunks to run again, in order, for the state before `chunk` to be there."""
