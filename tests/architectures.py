@@ -36,7 +36,7 @@ GROUPED_EXPERTS = {
     "n_group": 1,
     "topk_group": 1,
 }
-INDEXED = {"index_topk": 6, "index_n_heads": 8, "index_head_dim": 16, "head_dim": 8}
+INDEXED = {"index_topk": 6, "index_n_heads": 32, "index_head_dim": 16, "head_dim": 8}
 
 ARCHITECTURES = {
     # keys and values

