@@ -65,7 +65,7 @@ class Wrapped:
 
     def gradients(self) -> dict[str, Tensor]:
         """Full gradients, averaged over ranks and micro-batches, before clipping."""
-        return {n: full(p.grad) for n, p in self.model.named_parameters() if p.requires_grad}
+        return {n: full(p.grad) for n, p in self.model.named_parameters() if p.grad is not None}
 
     def weights(self) -> dict[str, Tensor]:
         return {n: full(p.detach()) for n, p in self.model.named_parameters()}
