@@ -1,0 +1,150 @@
+"""What `compare_grpo.py` found: rows of the CSV file, the verdict, the figure, and the table in docs/learning.md."""
+
+import math
+import sys
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import matplotlib
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.conditions import processor, write
+
+matplotlib.use("Agg")
+
+MARKS = "<!-- results: python launch/compare_grpo.py -->", "<!-- end of results -->"
+BAR = 0.05  # exact against stock, means over the seeds, relative
+
+
+def wilson(hits: int, count: int, z: float = 1.96) -> tuple[float, float]:
+    """The 95 % score interval of a share (Wilson 1927)."""
+    p, n = hits / count, count
+    middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
+
+
+def summary(before: dict, runs: list[dict]) -> list[dict[str, Any]]:
+    """One row a run, as in the CSV file."""
+    stock = {run["seed"]: run["completions"] for run in runs if run["arm"] == "stock"}
+    rows = []
+    for run in runs:
+        pairs = list(zip(run["completions"], stock.get(run["seed"], []), strict=False))
+        rewards = [point["reward"] for point in run["curve"]]
+        row = {"seed": run["seed"], "arm": run["arm"]}
+        for name, result in (("before", before), ("after", run["after"])):
+            low, high = wilson(result["hits"], result["count"])
+            row |= {name: result["hits"] / result["count"], f"{name}_low": low, f"{name}_high": high}
+        row["held_out"] = run["after"]["count"]
+        row["without_number"] = run["after"]["numberless"]
+        row["train_first_third"], row["train_last_third"] = (mean(part) for part in thirds(rewards))
+        # Steps whose completions are stock's, letter for letter, before the first that differs.
+        row["steps_as_stock"] = next((i for i, (ours, its) in enumerate(pairs) if ours != its), len(pairs))
+        row |= {name: round(run[name]) for name in ("seconds", "cpu_seconds", "score_seconds")}
+        rows.append({name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()})
+    return rows
+
+
+def thirds(values: list[float]) -> tuple[list[float], list[float]]:
+    third = -(-len(values) // 3)
+    return values[:third], values[-third:]
+
+
+def after(rows: list[dict], arm: str) -> dict[int, float]:
+    return {row["seed"]: row["after"] for row in rows if row["arm"] == arm}
+
+
+def verdict(rows: list[dict]) -> list[str]:
+    """The bar in numbers: exact within stock's spread over the seeds, seed by seed, and within 5 % on the mean."""
+    stock, exact = after(rows, "stock"), after(rows, "exact")
+    if not stock or stock.keys() != exact.keys():
+        return ["no verdict: stock and exact were not both run"]
+    spread = max(stock.values()) - min(stock.values())
+    apart = {seed: exact[seed] - stock[seed] for seed in stock}
+    of_stock, of_exact = mean(stock.values()), mean(exact.values())
+    difference, allowed = abs(of_exact - of_stock), BAR * of_stock
+    worst = max(map(abs, apart.values()))
+    return [
+        f"exact less stock, by seed: {', '.join(f'{a:+.3f}' for a in apart.values())}; spread of stock over the seeds "
+        f"(highest less lowest): {spread:.3f}. Within the spread: {'met' if worst <= spread else 'NOT MET'}.",
+        f"Mean of exact {of_exact:.3f}, of stock {of_stock:.3f}: {difference:.3f} apart; {BAR:.0%} of stock is "
+        f"{allowed:.3f}. Within it: {'met' if difference <= allowed else 'NOT MET'}.",
+    ]
+
+
+COLUMNS = ("arm", "after, by seed (95 %)", "mean", "training reward, first and last third", "as stock", "seconds")
+
+
+def table(rows: list[dict]) -> list[tuple[str, ...]]:
+    """One line an arm, under `COLUMNS`."""
+    lines = []
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        mine = [row for row in rows if row["arm"] == arm]
+        results = (f"{row['after']:.3f} ({row['after_low']:.2f} to {row['after_high']:.2f})" for row in mine)
+        reward = (f"{mean(row[f'train_{third}_third'] for row in mine):.2f}" for third in ("first", "last"))
+        same = "-" if arm == "stock" else ", ".join(str(row["steps_as_stock"]) for row in mine)
+        seconds = f"{mean(row['seconds'] for row in mine):.0f} ({mean(row['cpu_seconds'] for row in mine):.0f})"
+        line = (arm, ", ".join(results), f"{mean(after(rows, arm).values()):.3f}", " to ".join(reward), same, seconds)
+        lines.append(line)
+    return lines
+
+
+def draw(rows: list[dict], runs: list[dict], blind: float, path: Path, window: int = 5) -> None:
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    seeds = list(dict.fromkeys(row["seed"] for row in rows))
+    left.axhspan(rows[0]["before_low"], rows[0]["before_high"], color="gray", alpha=0.25)
+    left.axhline(rows[0]["before"], color="gray", label="before (band: 95 %)")
+    left.axhline(blind, color="black", linestyle=":", label="best blind policy")
+    for number, arm in enumerate(arms):
+        mine = [row for row in rows if row["arm"] == arm]
+        x = [number + 0.2 * (seeds.index(row["seed"]) - (len(seeds) - 1) / 2) for row in mine]
+        y = [row["after"] for row in mine]
+        bars = [[row["after"] - row["after_low"] for row in mine], [row["after_high"] - row["after"] for row in mine]]
+        left.errorbar(x, y, yerr=bars, fmt="o", capsize=2, color=f"C{number}")
+        curves = [[point["reward"] for point in run["curve"]] for run in runs if run["arm"] == arm]
+        means = [mean(values) for values in zip(*curves, strict=True)]
+        smooth = [mean(means[max(0, i + 1 - window) : i + 1]) for i in range(len(means))]
+        right.plot(range(1, len(smooth) + 1), smooth, color=f"C{number}", label=arm)
+    left.set(xticks=range(len(arms)), xticklabels=arms, ylim=(0, 1), ylabel="held-out reward, a point a seed")
+    right.set(ylim=(0, 1), xlabel="optimizer step", ylabel=f"training reward, seeds averaged, over {window} steps")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=130)
+
+
+def report(before: dict, runs: list[dict], blind: float, settings: str, results: Path, docs: Path) -> None:
+    """Writes the CSV files, the figure, and the table of the page; prints the table."""
+    rows = summary(before, runs)
+    minutes = {
+        seed: sum(row["seconds"] + row["score_seconds"] for row in rows if row["seed"] == seed) / 60
+        for seed in sorted({row["seed"] for row in rows})
+    }
+    lines = [
+        f"{settings}; {processor()}",
+        f"Before: {rows[0]['before']:.3f} ({rows[0]['before_low']:.2f} to {rows[0]['before_high']:.2f}). The best "
+        f"policy that does not read the name: {blind:.3f}.",
+        *verdict(rows),
+        f"Minutes a seed, scoring included: {', '.join(f'{value:.0f}' for value in minutes.values())}.",
+    ]
+    write(results / "compare_grpo.csv", rows, lines)
+    points = [{"seed": run["seed"], "arm": run["arm"]} | point for run in runs for point in run["curve"]]
+    write(results / "compare_grpo_curves.csv", points, lines[:1])
+    draw(rows, runs, blind, docs / "learning.png")
+
+    page = docs / "learning.md"
+    begin, end = MARKS
+    head, rest = page.read_text().split(begin)
+    cells = [COLUMNS, ("---",) * len(COLUMNS), *table(rows)]
+    written = "".join(f"| {' | '.join(line)} |\n" for line in cells) + "".join(f"\n{line}\n" for line in lines)
+    page.write_text(f"{head}{begin}\n{written}{end}{rest.split(end)[1]}")
+
+    shown = Table(*COLUMNS, title="held-out reward")
+    for line in table(rows):
+        shown.add_row(*line)
+    console = Console(width=None if sys.stdout.isatty() else 119)
+    console.print(shown, *lines, sep="\n", highlight=False)
