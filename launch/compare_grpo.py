@@ -38,7 +38,7 @@ REPO = Path(__file__).parents[1]
 # Everything that both trainers are given. What is not named has TRL's default: DAPO loss, linear decay, no KL term.
 OPTIONS: dict[str, Any] = {
     "num_generations": 8,
-    "per_device_train_batch_size": 8,  # one whole group a step
+    "per_device_train_batch_size": 16,  # two whole groups a step
     "gradient_accumulation_steps": 1,
     "max_completion_length": 5,
     "temperature": 0.5,
@@ -66,11 +66,11 @@ class CompareArguments:
         default_factory=lambda: [0, 1, 2],
         metadata={"help": "Seeds of a run: which training prompts it sees, in which order, and what it samples."},
     )
-    steps: int = field(default=30, metadata={"help": "Optimizer steps."})
+    steps: int = field(default=24, metadata={"help": "Optimizer steps."})
     learning_rate: float = field(
-        default=1e-5, metadata={"help": "Of AdamW at the first step; it falls linearly to 0."}
+        default=2e-5, metadata={"help": "Of AdamW at the first step; it falls linearly to 0."}
     )
-    held_out: int = field(default=192, metadata={"help": "Held-out prompts, the same for every run."})
+    held_out: int = field(default=160, metadata={"help": "Held-out prompts, the same for every run."})
     threads: int = field(default=1, metadata={"help": "Threads of torch."})
     output_dir: str = field(
         default="runs/compare_grpo", metadata={"help": "One file a run, and the score of the untrained model."}

@@ -126,8 +126,9 @@ def report(before: dict, runs: list[dict], blind: float, settings: str, results:
     }
     lines = [
         f"{settings}; {processor()}",
-        f"Before: {rows[0]['before']:.3f} ({rows[0]['before_low']:.2f} to {rows[0]['before_high']:.2f}). The best "
-        f"policy that does not read the name: {blind:.3f}.",
+        f"Before: {rows[0]['before']:.3f} ({rows[0]['before_low']:.2f} to {rows[0]['before_high']:.2f}), with no "
+        f"number in {before['numberless']} of {before['count']} completions. The best policy that does not read the "
+        f"name: {blind:.3f}.",
         *verdict(rows),
         f"Minutes a seed, scoring included: {', '.join(f'{value:.0f}' for value in minutes.values())}.",
     ]
