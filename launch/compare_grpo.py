@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,12 +185,12 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    before = once(folder / "before.json", args, lambda: untrained(args))
+    before = once(folder / "before.json", args, partial(untrained, args))
     runs = []
     for arm in args.arms:
         for seed in args.seeds:
             name = f"{arm.replace(':', '')}-{seed}"
-            runs.append(once(folder / f"{name}.json", args, lambda arm=arm, seed=seed: run(arm, seed, args)))
+            runs.append(once(folder / f"{name}.json", args, partial(run, arm, seed, args)))
             gc.collect()  # a trainer holds itself in cycles, and its model with it
             result = runs[-1]["after"]
             print(f"{name}: {before['hits']} -> {result['hits']} of {result['count']}, {runs[-1]['seconds']:.0f} s")

@@ -78,15 +78,15 @@ COLUMNS = ("arm", "after, by seed (95 %)", "mean", "training reward, first and l
 
 def table(rows: list[dict]) -> list[tuple[str, ...]]:
     """One line an arm, under `COLUMNS`."""
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for arm in dict.fromkeys(row["arm"] for row in rows):
         mine = [row for row in rows if row["arm"] == arm]
         results = (f"{row['after']:.3f} ({row['after_low']:.2f} to {row['after_high']:.2f})" for row in mine)
         reward = (f"{mean(row[f'train_{third}_third'] for row in mine):.2f}" for third in ("first", "last"))
         same = "-" if arm == "stock" else ", ".join(str(row["steps_as_stock"]) for row in mine)
         seconds = f"{mean(row['seconds'] for row in mine):.0f} ({mean(row['cpu_seconds'] for row in mine):.0f})"
-        line = (arm, ", ".join(results), f"{mean(after(rows, arm).values()):.3f}", " to ".join(reward), same, seconds)
-        lines.append(line)
+        of_all = f"{mean(after(rows, arm).values()):.3f}"
+        lines.append((arm, ", ".join(results), of_all, " to ".join(reward), same, seconds))
     return lines
 
 

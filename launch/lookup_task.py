@@ -60,6 +60,8 @@ def correct_code(completions: list[str], answer: list[str], **kwargs) -> list[fl
 
 def blind_scores(rows: list[dict]) -> dict[str, float]:
     """Mean reward of each policy that answers in perfect form but does not read the name that is asked for."""
-    picks = {f"code {place + 1} of {FACTS}": lambda codes, place=place: codes[place] for place in range(FACTS)}
-    picks |= {"smallest code": min, "largest code": max}
-    return {name: sum(pick(row["codes"]) == row["answer"] for row in rows) / len(rows) for name, pick in picks.items()}
+    picked = {f"code {place + 1} of {FACTS}": [row["codes"][place] for row in rows] for place in range(FACTS)}
+    picked["smallest code"] = [min(row["codes"]) for row in rows]
+    picked["largest code"] = [max(row["codes"]) for row in rows]
+    answers = [row["answer"] for row in rows]
+    return {name: sum(correct_code(codes, answers)) / len(rows) for name, codes in picked.items()}
