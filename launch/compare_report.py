@@ -27,10 +27,9 @@ def wilson(hits: int, count: int, z: float = 1.96) -> tuple[float, float]:
 
 def summary(before: dict, runs: list[dict]) -> list[dict[str, Any]]:
     """One row a run, as in the CSV file."""
-    stock = {run["seed"]: run["completions"] for run in runs if run["arm"] == "stock"}
+    stock = {run["seed"]: run for run in runs if run["arm"] == "stock"}
     rows = []
     for run in runs:
-        pairs = list(zip(run["completions"], stock.get(run["seed"], []), strict=False))
         rewards = [point["reward"] for point in run["curve"]]
         row = {"seed": run["seed"], "arm": run["arm"]}
         for name, result in (("before", before), ("after", run["after"])):
@@ -39,8 +38,12 @@ def summary(before: dict, runs: list[dict]) -> list[dict[str, Any]]:
         row["held_out"] = run["after"]["count"]
         row["without_number"] = run["after"]["numberless"]
         row["train_first_third"], row["train_last_third"] = (mean(part) for part in thirds(rewards))
-        # Steps whose completions are stock's, letter for letter, before the first that differs.
-        row["steps_as_stock"] = next((i for i, (ours, its) in enumerate(pairs) if ours != its), len(pairs))
+        if its := stock.get(run["seed"]):
+            # Letter for letter: steps before the first with another completion, and held-out completions.
+            same = [mine == other for mine, other in zip(run["completions"], its["completions"], strict=True)]
+            row["steps_as_stock"] = [*same, False].index(False)
+            held_out = zip(run["after"]["texts"], its["after"]["texts"], strict=True)
+            row["held_out_as_stock"] = sum(mine == other for mine, other in held_out)
         row |= {name: round(run[name]) for name in ("seconds", "cpu_seconds", "score_seconds")}
         rows.append({name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()})
     return rows
@@ -73,20 +76,35 @@ def verdict(rows: list[dict]) -> list[str]:
     ]
 
 
-COLUMNS = ("arm", "after, by seed (95 %)", "mean", "training reward, first and last third", "as stock", "seconds")
+COLUMNS = (
+    "arm",
+    "after, by seed (95 %)",
+    "mean",
+    "less stock, by seed",
+    "training reward, first and last third",
+    "steps as stock",
+    "held-out completions as stock",
+    "seconds",
+)
 
 
 def table(rows: list[dict]) -> list[tuple[str, ...]]:
     """One line an arm, under `COLUMNS`."""
+    stock = after(rows, "stock")
     lines: list[tuple[str, ...]] = []
     for arm in dict.fromkeys(row["arm"] for row in rows):
         mine = [row for row in rows if row["arm"] == arm]
-        results = (f"{row['after']:.3f} ({row['after_low']:.2f} to {row['after_high']:.2f})" for row in mine)
-        reward = (f"{mean(row[f'train_{third}_third'] for row in mine):.2f}" for third in ("first", "last"))
-        same = "-" if arm == "stock" else ", ".join(str(row["steps_as_stock"]) for row in mine)
-        seconds = f"{mean(row['seconds'] for row in mine):.0f} ({mean(row['cpu_seconds'] for row in mine):.0f})"
-        of_all = f"{mean(after(rows, arm).values()):.3f}"
-        lines.append((arm, ", ".join(results), of_all, " to ".join(reward), same, seconds))
+        compared = stock and arm != "stock"
+        cells = (
+            ", ".join(f"{row['after']:.3f} ({row['after_low']:.2f} to {row['after_high']:.2f})" for row in mine),
+            f"{mean(after(rows, arm).values()):.3f}",
+            ", ".join(f"{row['after'] - stock[row['seed']]:+.3f}" for row in mine) if compared else "",
+            " to ".join(f"{mean(row[f'train_{third}_third'] for row in mine):.2f}" for third in ("first", "last")),
+            ", ".join(str(row["steps_as_stock"]) for row in mine) if compared else "",
+            ", ".join(str(row["held_out_as_stock"]) for row in mine) if compared else "",
+            f"{mean(row['seconds'] for row in mine):.0f} ({mean(row['cpu_seconds'] for row in mine):.0f})",
+        )
+        lines.append((arm, *cells))
     return lines
 
 

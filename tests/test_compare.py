@@ -123,7 +123,7 @@ def test_the_whole_script(tmp_path, monkeypatch):
     rows = {row["arm"]: row for row in csv.DictReader(line for line in lines if not line.startswith("#"))}
     assert list(rows) == arms
     assert rows["control"]["after"] == rows["control"]["before"]
-    assert rows["exact"]["steps_as_stock"] == "2"
+    assert (rows["exact"]["steps_as_stock"], rows["exact"]["held_out_as_stock"]) == ("2", "8")
     points = (tmp_path / "compare_grpo_curves.csv").read_text().splitlines()
     assert len(points) == 2 + 2 * len(arms)
     assert (tmp_path / "learning.png").stat().st_size > 1000
