@@ -126,7 +126,8 @@ def draw(rows: list[dict], runs: list[dict], blind: float, path: Path, window: i
         curves = [[point["reward"] for point in run["curve"]] for run in runs if run["arm"] == arm]
         means = [mean(values) for values in zip(*curves, strict=True)]
         smooth = [mean(means[max(0, i + 1 - window) : i + 1]) for i in range(len(means))]
-        right.plot(range(1, len(smooth) + 1), smooth, color=f"C{number}", label=arm)
+        width, alpha = (6, 0.4) if arm == "stock" else (1.5, 1)  # to be seen below a curve that is the same
+        right.plot(range(1, len(smooth) + 1), smooth, color=f"C{number}", label=arm, linewidth=width, alpha=alpha)
     left.set(xticks=range(len(arms)), xticklabels=arms, ylim=(0, 1), ylabel="held-out reward, a point a seed")
     right.set(ylim=(0, 1), xlabel="optimizer step", ylabel=f"training reward, seeds averaged, over {window} steps")
     for axes in (left, right):
