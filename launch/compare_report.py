@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.conditions import processor, write
+from launch.lookup_task import blind_scores, correct_code
 
 matplotlib.use("Agg")
 
@@ -25,7 +26,7 @@ def wilson(hits: int, count: int, z: float = 1.96) -> tuple[float, float]:
     return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
 
 
-def summary(before: dict, runs: list[dict]) -> list[dict[str, Any]]:
+def summary(before: dict, runs: list[dict], answers: list[str]) -> list[dict[str, Any]]:
     """One row a run, as in the CSV file."""
     stock = {run["seed"]: run for run in runs if run["arm"] == "stock"}
     rows = []
@@ -42,8 +43,11 @@ def summary(before: dict, runs: list[dict]) -> list[dict[str, Any]]:
             # Letter for letter: steps before the first with another completion, and held-out completions.
             same = [mine == other for mine, other in zip(run["completions"], its["completions"], strict=True)]
             row["steps_as_stock"] = [*same, False].index(False)
-            held_out = zip(run["after"]["texts"], its["after"]["texts"], strict=True)
-            row["held_out_as_stock"] = sum(mine == other for mine, other in held_out)
+            texts = run["after"]["texts"], its["after"]["texts"]
+            row["held_out_as_stock"] = sum(mine == other for mine, other in zip(*texts, strict=True))
+            right = [correct_code(part, answers) for part in texts]
+            row["only_it_right"] = sum(mine > other for mine, other in zip(*right, strict=True))
+            row["only_stock_right"] = sum(mine < other for mine, other in zip(*right, strict=True))
         row |= {name: round(run[name]) for name in ("seconds", "cpu_seconds", "score_seconds")}
         rows.append({name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()})
     return rows
@@ -83,7 +87,8 @@ COLUMNS = (
     "less stock, by seed",
     "training reward, first and last third",
     "steps as stock",
-    "held-out completions as stock",
+    "held-out answers as stock",
+    "only it right / only stock",
     "seconds",
 )
 
@@ -102,6 +107,9 @@ def table(rows: list[dict]) -> list[tuple[str, ...]]:
             " to ".join(f"{mean(row[f'train_{third}_third'] for row in mine):.2f}" for third in ("first", "last")),
             ", ".join(str(row["steps_as_stock"]) for row in mine) if compared else "",
             ", ".join(str(row["held_out_as_stock"]) for row in mine) if compared else "",
+            " / ".join(str(sum(row[f"only_{who}_right"] for row in mine)) for who in ("it", "stock"))
+            if compared
+            else "",
             f"{mean(row['seconds'] for row in mine):.0f} ({mean(row['cpu_seconds'] for row in mine):.0f})",
         )
         lines.append((arm, *cells))
@@ -136,9 +144,10 @@ def draw(rows: list[dict], runs: list[dict], blind: float, path: Path, window: i
     figure.savefig(path, dpi=130)
 
 
-def report(before: dict, runs: list[dict], blind: float, settings: str, results: Path, docs: Path) -> None:
+def report(before: dict, runs: list[dict], held_out: list[dict], settings: str, results: Path, docs: Path) -> None:
     """Writes the CSV files, the figure, and the table of the page; prints the table."""
-    rows = summary(before, runs)
+    rows = summary(before, runs, [row["answer"] for row in held_out])
+    blind = max(blind_scores(held_out).values())
     minutes = {
         seed: sum(row["seconds"] + row["score_seconds"] for row in rows if row["seed"] == seed) / 60
         for seed in sorted({row["seed"] for row in rows})
