@@ -148,15 +148,16 @@ def report(before: dict, runs: list[dict], held_out: list[dict], settings: str, 
     """Writes the CSV files, the figure, and the table of the page; prints the table."""
     rows = summary(before, runs, [row["answer"] for row in held_out])
     blind = max(blind_scores(held_out).values())
+    numbers = before["count"] - before["numberless"]
     minutes = {
         seed: sum(row["seconds"] + row["score_seconds"] for row in rows if row["seed"] == seed) / 60
         for seed in sorted({row["seed"] for row in rows})
     }
     lines = [
         f"{settings}; {processor()}",
-        f"Before: {rows[0]['before']:.3f} ({rows[0]['before_low']:.2f} to {rows[0]['before_high']:.2f}), with no "
-        f"number in {before['numberless']} of {before['count']} completions. The best policy that does not read the "
-        f"name: {blind:.3f}.",
+        f"Before: {rows[0]['before']:.3f} ({rows[0]['before_low']:.2f} to {rows[0]['before_high']:.2f}); {numbers} of "
+        f"{before['count']} answers hold a number, and of these {before['hits'] / max(numbers, 1):.3f} are right. The "
+        f"best policy that does not read the name: {blind:.3f}.",
         *verdict(rows),
         f"Minutes a seed, scoring included: {', '.join(f'{value:.0f}' for value in minutes.values())}.",
     ]
