@@ -313,10 +313,10 @@ class Attachment:
             self.place.at(layer.name)  # the engine gathers it before the operation begins
             x_prompt, x_response = self._call(module, LayerOperation, (layer,), (x_prompt, x_response))
         rows = functools.partial(Rows, call, chunk_size=config.head_chunk_size)
-        if recording and not x_response.requires_grad and trains(plan.head):
-            x_response.requires_grad_()  # for its hooks too
         self.place.at("the norm")
         x_response = self._call(plan.norm, NormOperation, (rows("the norm", plan.norm),), (x_response,))
+        if recording and not x_response.requires_grad and trains(plan.head):
+            x_response.requires_grad_()  # for its hooks too
         graph = Graph(progress)
         self.place.at("the LM head")
         head = rows("the LM head", plan.head, temperature=float(temperature), finish=plan.finish)
