@@ -339,10 +339,10 @@ class Attachment:
         if packed.scored is not None:
             x_response = x_response[:, packed.scored]
         rows = functools.partial(Rows, call, chunk_size=config.head_chunk_size)
-        if recording and not x_response.requires_grad and trains(plan.head):
-            x_response.requires_grad_()  # for its hooks too
         self.place.at("the norm")
         x_response = self._call(plan.norm, NormOperation, (rows("the norm", plan.norm),), (x_response,))
+        if recording and not x_response.requires_grad and trains(plan.head):
+            x_response.requires_grad_()  # for its hooks too
         graph = Graph(progress)
         self.place.at("the LM head")
         head = rows("the LM head", plan.head, temperature=float(temperature), finish=plan.finish)
