@@ -102,7 +102,8 @@ class LayerOperation(torch.autograd.Function):
                     view = state.open(chunk, capture_only=layer.last and not layer.routed)
                     y = run(layer, stock, chunk, x_prompt[:, chunk.rows], view)
                     state.write(chunk, view)
-                    y_prompt = put(y_prompt, x_prompt, chunk, y)
+                    if not layer.last:  # where it is None on every rank: engines run a hook for each output
+                        y_prompt = put(y_prompt, x_prompt, chunk, y)
                     r_prompt = put(r_prompt, x_prompt, chunk, view.routed)
                 for replay in group.replays:
                     view = state.open(replay)
