@@ -115,7 +115,7 @@ def attach(model: Any, config: LongStrawConfig | None = None) -> Any:
     layers = attachment.blueprint.layers
     if attachment.exact_layers > len(layers):
         raise ValueError(f"prompt_grad={config.prompt_grad!r} asks for more than the {len(layers)} layers.")
-    wrapping.mark_leaves([*layers, attachment.blueprint.head])
+    wrapping.mark_leaves([*layers, attachment.blueprint.norm, attachment.blueprint.head])
     vars(model)["_longstraw"] = attachment
 
     patched = vars(model).get("forward")  # by TRL or accelerate, on the instance

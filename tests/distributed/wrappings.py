@@ -65,7 +65,7 @@ class Wrapped:
 
     def gradients(self) -> dict[str, Tensor]:
         """Full gradients, averaged over ranks and micro-batches, before clipping."""
-        return {n: full(p.grad) for n, p in self.model.named_parameters() if p.requires_grad}
+        return {n: full(or_zeros(p.grad, p)) for n, p in self.model.named_parameters() if p.requires_grad}
 
     def weights(self) -> dict[str, Tensor]:
         return {n: full(p.detach()) for n, p in self.model.named_parameters()}
@@ -136,6 +136,11 @@ class ZeRO(Wrapped):
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
+
+
+def or_zeros(gradient: Tensor | None, p: Tensor) -> Tensor:
+    """A trainable parameter that takes no part has none."""
+    return torch.zeros_like(p.detach()) if gradient is None else gradient.clone()
 
 
 def full(t: Tensor) -> Tensor:
