@@ -5,7 +5,7 @@ LM head that PEFT has wrapped), before `deepspeed.initialize` registers its hook
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -98,6 +98,15 @@ def is_partitioned(p: Tensor) -> bool:
     """Whether this rank holds only its shard of a parameter."""
     local, whole = shard_size(p)
     return local < whole
+
+
+def find_root(models: Sequence[nn.Module]) -> nn.Module:
+    """Which of the models, one around the other, an engine has wrapped; the outermost if none."""
+    active = DistributedDataParallel._active_ddp_module
+    for model in models:
+        if isinstance(model, FSDPModule) or (active is not None and active.module is model):
+            return model
+    return models[0]
 
 
 def engine_of(model: nn.Module) -> str:

@@ -276,6 +276,10 @@ def test_parity_of_three_ranks(three_ranks, record_property, name):
     check(three_ranks, record_property, name, tied=name == "zero3", clip=0.5, one_term=True)
 
 
+def test_scoring_with_the_root_inside_of_peft(two_ranks, record_property):
+    check(two_ranks, record_property, "fsdp2", score="after", frozen="adapted head", inside=True)
+
+
 @pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "fsdp2"])
 def test_idle_adapter_that_is_trainable(two_ranks, record_property, name):
     check(two_ranks, record_property, name, frozen="idle adapter")

@@ -163,7 +163,8 @@ def wrap(
         build (`Callable`): makes the causal LM; called on every rank.
         config (`LongStrawConfig`, *optional*): what to attach it with; `None` leaves it stock.
         optimizer (`Callable`): makes the optimizer of a list of parameters.
-        settings: into DDP's or `fully_shard`'s arguments (`mesh_shape` makes an HSDP mesh), or ZeRO's
+        settings: into DDP's or `fully_shard`'s arguments (`mesh_shape` makes an HSDP mesh, `inside` shards the
+            model that PEFT has wrapped), or ZeRO's
             `zero_optimization`, where `None` leaves a value at DeepSpeed's default.
     """
     gc.collect()  # engines of earlier tests
@@ -200,10 +201,11 @@ def wrap_fsdp2(name, model, optimizer, accumulation, clip, bf16, settings) -> Wr
         return wrapped
     shape = settings.pop("mesh_shape", (dist.get_world_size(),))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    root = model.get_base_model() if settings.pop("inside", False) else model  # of PEFT's
     settings = {"mesh": mesh, "mp_policy": policy, **settings}
     for unit in units(list(model.get_decoder().layers)) if name == "fsdp2" else ():
         fully_shard(unit, **settings)
-    fully_shard(model, **settings)
+    fully_shard(root, **settings)
     return FSDP2(model, model, optimizer(trainable(model)), accumulation, clip)
 
 
