@@ -47,12 +47,12 @@ def is_composed(module: nn.Module) -> bool:
 
 def find_fault(model: Any, blueprint: Blueprint) -> str | None:
     """What is wrong with how the model is wrapped, or `None`. The same on every rank; costs no collective."""
+    if isinstance(model.get_decoder(), FSDPModule):
+        return "the decoder is a fully_shard unit of its own, which is never called: shard its layers and the model."
     if not isinstance(model, FSDPModule) and fsdp2_units(model):
         return "FSDP2 shards the model's layers, or a module around it, but not the model: fully_shard it too, last."
     if vars(model).get("_is_fsdp_managed_module") and not isinstance(model, FSDPModule):
         return "FSDP1 is not supported, it replaces the parameters: use FSDP2 (fully_shard, or fsdp_version: 2)."
-    if isinstance(model.get_decoder(), FSDPModule):
-        return "the decoder is a fully_shard unit of its own, which is never called: shard its layers and the model."
     whole = {f"layer {i}": layer for i, layer in enumerate(blueprint.layers)}
     whole |= {"the norm": blueprint.norm, "the LM head": blueprint.head}
     for name, module in whole.items():
