@@ -71,10 +71,35 @@ def load_reward(path: str) -> Callable:
     module, _, name = path.rpartition(".")
     if not module:
         raise ValueError(
-            f"reward_funcs: {path!r} is no import path. Write module.function, e.g. launch.rewards.{path}."
+            f"reward_funcs: {path!r} is no import path. Write module.function, e.g. launch.rewards.short_answer."
         )
     sys.path.insert(0, os.getcwd())
-    return getattr(importlib.import_module(module), name)
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        error.add_note(f"reward_funcs: {path!r} could not be imported; looked up first in {os.getcwd()}.")
+        raise
+    if not callable(function):
+        raise ValueError(f"reward_funcs: {path!r} is a {type(function).__name__}, not a function.")
+    return function
+
+
+def load_splits(name: str, config: str | None, streaming: bool) -> Any:
+    """The splits of a folder of JSONL, or of a hub id; what is neither is said so beside the error of `datasets`."""
+    if Path(name).is_file():
+        raise ValueError(f"dataset_name: {name!r} is a file. Name its folder: train.jsonl in it is the split train.")
+    try:
+        return load_dataset(name, name=config, streaming=streaming)
+    except Exception as error:
+        if not Path(name).exists():
+            error.add_note(f"dataset_name: there is no folder {name!r} in {os.getcwd()}: taken for a hub id.")
+        raise
+
+
+def pick_split(dataset: Any, split: str, option: str) -> Any:
+    if split not in dataset:
+        raise ValueError(f"{option}: the data has no split {split!r}, only {', '.join(sorted(dataset))}.")
+    return dataset[split]
 
 
 def check_sharding(model: torch.nn.Module, accelerator: Accelerator) -> str:
@@ -130,10 +155,11 @@ class OneLineProgress(ProgressCallback):
     """The Trainer's bar, with the few numbers that one watches in place of the whole dictionary of metrics."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if state.is_world_process_zero and "reward" in logs:
+        kind = "eval_" if "eval_reward" in logs else ""
+        if state.is_world_process_zero and f"{kind}reward" in logs:
             shown = {"reward": "reward", "reward_std": "std", "entropy": "entropy", "kl": "kl", "step_time": "seconds"}
-            line = "  ".join(f"{label} {logs[key]:.3g}" for key, label in shown.items() if key in logs)
-            tqdm.write(f"step {state.global_step:>4}  {line}")
+            line = "  ".join(f"{label} {logs[kind + key]:.3g}" for key, label in shown.items() if kind + key in logs)
+            tqdm.write(f"{'eval' if kind else 'step'} {state.global_step:>4}  {line}")
 
 
 # Column title -> metric, and how it is written. `kl` exists only with beta > 0.
@@ -201,7 +227,17 @@ def draw_reward(steps: list[dict], path: Path) -> None:
 
 
 def main() -> None:
-    script_args, training_args, model_args, dataset_args = parser().parse_args_and_config(fail_with_unknown_args=True)
+    try:
+        parsed = parser().parse_args_and_config(fail_with_unknown_args=True)
+    except ValueError as error:
+        # accelerate asks for a group that one process never made; on a CPU it starts one without a word.
+        if "WORLD_SIZE" not in os.environ and "process group" in str(error):
+            error.add_note(
+                "One process was started, and ddp_backend is for several: leave it out (on a CPU use_cpu: true), or "
+                "start with accelerate launch and a file of configs/accelerate."
+            )
+        raise
+    script_args, training_args, model_args, dataset_args = parsed
     if not script_args.reward_funcs:
         raise ValueError("reward_funcs is empty: name at least one, e.g. --reward_funcs launch.rewards.short_answer.")
     training_args.model_init_kwargs = {
@@ -214,9 +250,7 @@ def main() -> None:
     if dataset_args.datasets:
         dataset = get_dataset(dataset_args)
     elif script_args.dataset_name:
-        dataset = load_dataset(
-            script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming
-        )
+        dataset = load_splits(script_args.dataset_name, script_args.dataset_config, script_args.dataset_streaming)
     else:
         raise ValueError("No data: set dataset_name (a local folder of JSONL, or a hub id) or datasets in the recipe.")
 
@@ -224,8 +258,10 @@ def main() -> None:
         model=model_args.model_name_or_path,
         reward_funcs=[load_reward(path) for path in script_args.reward_funcs],
         args=training_args,
-        train_dataset=dataset[script_args.dataset_train_split],
-        eval_dataset=dataset[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None,
+        train_dataset=pick_split(dataset, script_args.dataset_train_split, "dataset_train_split"),
+        eval_dataset=pick_split(dataset, script_args.dataset_test_split, "dataset_test_split")
+        if training_args.eval_strategy != "no"
+        else None,
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )

@@ -10,7 +10,6 @@ import copy
 import inspect
 import itertools
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -112,7 +111,6 @@ class Blueprint:
 
     def _find_traits(self, base: nn.Module) -> list[Traits]:
         caches = DynamicCache(config=self.config).layers  # by which transformers says what a layer remembers
-        owners = Counter(p for layer in self.layers for p in layer.parameters())
         recorded = (type(base)._can_record_outputs or {}).get("router_logits")
         found = []
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -125,7 +123,6 @@ class Blueprint:
                     indexed=indexed,
                     stacked=isinstance(cache, LinearAttentionCacheLayerMixin),
                     router=find_router(layer, recorded),
-                    unused=frozenset(p for p in layer.parameters() if owners[p] > 1 or indexed),
                     embedded=self.embedded,
                     relay=self.relay,
                 )
@@ -138,7 +135,13 @@ class Blueprint:
         for n, c in module.named_children():
             inside = any(m is base for m in c.modules())
             ghost._modules[n] = (
-                self.ghost if c is base else self.end if c is self.head else self._around(c, base) if inside else bare(c)
+                self.ghost
+                if c is base
+                else self.end
+                if c is self.head
+                else self._around(c, base)
+                if inside
+                else bare(c)
             )
         return ghost
 
@@ -254,7 +257,8 @@ class Blueprint:
         """
         forms = {traits.stacked for traits in self.traits}
         calls = {
-            stacked: self._describe(segment.stacked_positions if stacked else segment.positions, like) for stacked in forms
+            stacked: self._describe(segment.stacked_positions if stacked else segment.positions, like)
+            for stacked in forms
         }
         segment.calls = [calls[traits.stacked][i] for i, traits in enumerate(self.traits)]
 

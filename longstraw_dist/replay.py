@@ -33,6 +33,7 @@ from .meter import Meter
 from .scan import continued_scans
 from .state import Captured, PromptState, View
 from .traits import Traits
+from .wrapping import is_deepspeed
 
 
 @dataclass
@@ -111,7 +112,9 @@ class LayerOperation(torch.autograd.Function):
                     y_response = put(y_response, x_response, replay, y)
                     r_response = put(r_response, x_response, replay, view.routed)
                 states.append(state)
-                kept.append(state.kept(layer.exact, group.chunks[0].tokens * x_prompt[0, :1].nbytes if group.chunks else 0))
+                kept.append(
+                    state.kept(layer.exact, group.chunks[0].tokens * x_prompt[0, :1].nbytes if group.chunks else 0)
+                )
         if y_prompt is None and not layer.last:
             y_prompt = torch.empty_like(x_prompt)
         if r_prompt is None and r_response is not None:
@@ -149,7 +152,7 @@ class LayerOperation(torch.autograd.Function):
             if g_response is None:
                 g_response = torch.zeros_like(x_response)
             gx_response, gx_prompt = torch.empty_like(x_response), torch.empty_like(x_prompt)
-            gradients = Gradients(layer.module.parameters(), layer.traits.unused)
+            gradients = Gradients(layer.module.parameters())
             for group, state in zip(call.packed.groups, ctx.states, strict=True):
                 state.load(kept)
                 again = functools.partial(recompute, layer, stock, state, gradients)
@@ -202,7 +205,9 @@ def router_logits(layer: Layer) -> Iterator[list[Tensor]]:
         yield found
         return
     router, place = layer.traits.router
-    hook = router.register_forward_hook(lambda _, args, out: found.append(out[place] if isinstance(out, tuple) else out))
+    hook = router.register_forward_hook(
+        lambda _, args, out: found.append(out[place] if isinstance(out, tuple) else out)
+    )
     try:
         yield found
     finally:
@@ -222,8 +227,8 @@ class Gradients:
     """Sums the parameters' gradients over segments, in float32 and in the order of the calls; frozen ones cost
     nothing. One gradient a parameter leaves it, rounded once."""
 
-    def __init__(self, parameters: Iterator[nn.Parameter], unused: frozenset[nn.Parameter] = frozenset()):
-        self.parameters, self.unused = list(parameters), unused
+    def __init__(self, parameters: Iterator[nn.Parameter]):
+        self.parameters = list(parameters)
         self.trainable = [p for p in self.parameters if p.requires_grad]
         self.partial: list[Tensor | None] = [None] * len(self.trainable)
 
@@ -247,11 +252,10 @@ class Gradients:
         sums = iter(self.partial)
         return [self._round(p, next(sums)) if p.requires_grad else None for p in self.parameters]
 
-    def _round(self, parameter: nn.Parameter, total: Tensor | None) -> Tensor | None:
-        if total is None:  # no gradient, as in stock
-            shape = tuple(parameter.shape)
-            assert parameter in self.unused, f"a parameter of shape {shape} took no part in its layer's recompute"
-            return None
+    @staticmethod
+    def _round(parameter: nn.Parameter, total: Tensor | None) -> Tensor | None:
+        if total is None:  # it took no part, as an adapter that is not active: stock's gradient is none either
+            return torch.zeros_like(parameter) if is_deepspeed(parameter) else None
         return total.to(parameter.dtype)
 
 

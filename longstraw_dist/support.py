@@ -7,10 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 SUPPORTED = tuple(
-    "bamba deepseek_v2 deepseek_v3 deepseek_v32 falcon_h1 falcon_mamba gemma2 gemma3_text glm4 glm4_moe glm4_moe_lite "
-    "glm_moe_dsa gpt_oss granitemoehybrid jamba kimi_linear lfm2 lfm2_moe llama mamba mamba2 minimax minimax_m2 ministral "
-    "mistral mixtral nemotron_h olmo2 olmo3 olmo_hybrid qwen2 qwen3 qwen3_5 qwen3_5_moe_text qwen3_5_text qwen3_moe "
-    "qwen3_next zamba2".split()
+    ["bamba", "deepseek_v2", "deepseek_v3", "deepseek_v32", "falcon_h1", "falcon_mamba", "gemma2", "gemma3_text", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "llama", "mamba", "mamba2", "minimax", "minimax_m2", "ministral", "mistral", "mixtral", "nemotron_h", "olmo2", "olmo3", "olmo_hybrid", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "zamba2"]
 )
 ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 EXPERTS = (None, "eager", "grouped_mm")
@@ -48,8 +45,7 @@ def refuse_inexact(model: PreTrainedModel) -> None:
         raise ValueError("use_bidirectional_attention=True: a prompt chunk would have to see those behind it.")
     if config._experts_implementation not in EXPERTS:
         raise ValueError(
-            f"experts_implementation={config._experts_implementation!r} was not tested: choose eager or "
-            "grouped_mm."
+            f"experts_implementation={config._experts_implementation!r} was not tested: choose eager or grouped_mm."
         )
     if config._attn_implementation not in ATTENTIONS:
         raise ValueError(

@@ -15,8 +15,6 @@ class Traits:
         indexed (`bool`): it chooses the keys that it attends to, and takes a mask for it.
         stacked (`bool`): it has a recurrence, so that the responses of a replay must lie side by side.
         router (`tuple[nn.Module, int]`, *optional*): its router, and where in its output the logits are.
-        unused (`frozenset[nn.Parameter]`): parameters that may take no part in it: an indexer's, which chooses without a
-            gradient, and those that another layer has as well.
         embedded (`tuple[int, ...]`): arguments, counted behind its hidden states, that are the embeddings.
         relay (`dict[str, int]`): arguments that it takes from what the layer before returned behind its hidden states,
             and at which place of the tuple.
@@ -28,6 +26,5 @@ class Traits:
     indexed: bool = False
     stacked: bool = False
     router: tuple[nn.Module, int] | None = None
-    unused: frozenset[nn.Parameter] = frozenset()
     embedded: tuple[int, ...] = ()
     relay: dict[str, int] = field(default_factory=dict)

@@ -26,7 +26,9 @@ def padded(groups):
 
 def stock(model, groups, coefficient):
     ids, mask, width, rows = padded(groups)
-    out = model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(0), output_router_logits=True)
+    out = model(
+        input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(0), output_router_logits=True
+    )
     logps = []
     for i, (_, response) in enumerate(rows):
         log_p = out.logits[i, width - 1 : width - 1 + len(response)].log_softmax(-1)

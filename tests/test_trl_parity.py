@@ -90,7 +90,9 @@ def test_auxiliary_loss(stock, record_property, kind):
     folder, theirs = stock(kind, False, beta=0.0, router_aux_loss_coef=0.1)
     ours = train(LongStrawGRPOTrainer, folder, beta=0.0, router_aux_loss_coef=0.1)
     compare(ours, theirs, record_property)
-    ours_aux, their_aux = ([log["aux_loss"] for log in run.trainer.state.log_history if "aux_loss" in log] for run in (ours, theirs))
+    ours_aux, their_aux = (
+        [log["aux_loss"] for log in run.trainer.state.log_history if "aux_loss" in log] for run in (ours, theirs)
+    )
     assert ours_aux == pytest.approx(their_aux, rel=1e-4)
 
 
