@@ -11,7 +11,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 KINDS = ("LORA", "IA3", "VERA")  # `peft_type`, tested
-AT_A_TOKEN = "alora_invocation_tokens"  # of a LoRA that begins to act there
+# Settings of a LoRA that is not the same function again, in pieces: it begins to act at a token, draws at random, or
+# takes its gradient from averages over a call.
+INEXACT = ("alora_invocation_tokens", "monteclora_config", "velora_config")
 
 
 def base_of(model: nn.Module) -> nn.Module:
@@ -40,13 +42,18 @@ def refuse_adapters(model: nn.Module) -> None:
             f"a {type(model).__name__} of this kind changes the sequence or the call, not only weights (prompt "
             f"learning, mixed adapters): use one of {', '.join(KINDS)}."
         )
-    configs = vars(base_of(model)).get("peft_config", {})
-    for name, config in configs.items():
-        if config.peft_type not in KINDS or vars(config).get(AT_A_TOKEN):
-            kind = (
-                f"{config.peft_type.value} with {AT_A_TOKEN}" if config.peft_type in KINDS else config.peft_type.value
-            )
-            raise ValueError(f'adapter "{name}" is of type {kind}, which is not supported: use {", ".join(KINDS)}.')
+    if (fault := find_inexact(base_of(model))) is not None:
+        raise ValueError(fault)
+
+
+def find_inexact(model: nn.Module) -> str | None:
+    """Names an adapter, or a setting of it, that is not supported."""
+    for name, config in vars(model).get("peft_config", {}).items():
+        setting = next((s for s in INEXACT if vars(config).get(s)), None)
+        if config.peft_type not in KINDS or setting is not None:
+            kind = config.peft_type.value + (f" with {setting}" if config.peft_type in KINDS else "")
+            return f'adapter "{name}" is of type {kind}, which is not supported: use {", ".join(KINDS)}.'
+    return None
 
 
 def find_fault(model: nn.Module, adapted: int, wrapped: bool) -> str | None:
@@ -54,6 +61,8 @@ def find_fault(model: nn.Module, adapted: int, wrapped: bool) -> str | None:
     found = tuners(model)
     if len(found) != adapted and not wrapped:
         return "adapters were added after attach(): attach the model that get_peft_model returns."
+    if (fault := find_inexact(model)) is not None:
+        return fault
     for tuner in found:
         for hook in tuner._forward_pre_hooks.values():
             if isinstance(hook, functools.partial) and "adapter_names" in hook.keywords:
@@ -62,5 +71,8 @@ def find_fault(model: nn.Module, adapted: int, wrapped: bool) -> str | None:
 
 
 def applied(model: nn.Module) -> list[tuple]:
-    """What each adapted module applies now: which adapters, unless they are disabled or merged."""
-    return [(t.disable_adapters, *t.active_adapters, *t.merged_adapters) for t in tuners(model)]
+    """What each adapted module applies now: which adapters at which scale, unless they are disabled or merged."""
+    return [
+        (t.disable_adapters, *t.merged_adapters, *((a, vars(t).get("scaling", {}).get(a)) for a in t.active_adapters))
+        for t in tuners(model)
+    ]

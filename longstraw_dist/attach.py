@@ -115,7 +115,7 @@ def attach(model: Any, config: LongStrawConfig | None = None) -> Any:
     layers = attachment.blueprint.layers
     if attachment.exact_layers > len(layers):
         raise ValueError(f"prompt_grad={config.prompt_grad!r} asks for more than the {len(layers)} layers.")
-    wrapping.mark_leaves([*layers, attachment.blueprint.head])
+    wrapping.mark_leaves([*layers, attachment.blueprint.norm, attachment.blueprint.head])
     vars(model)["_longstraw"] = attachment
 
     patched = vars(model).get("forward")  # by TRL or accelerate, on the instance
@@ -165,7 +165,7 @@ class Attachment:
 
     def __init__(self, model: PreTrainedModel, config: LongStrawConfig, root: nn.Module):
         self.model, self.config = model, config
-        self.root = root  # what an engine wraps: the model, or PEFT's around it
+        self.around = [m for m in root.modules() if any(n is model for n in m.modules())]  # outermost first
         self.adapted = len(adapters.tuners(model))
         self.blueprint = Blueprint(model)
         self.meter = Meter()
@@ -182,7 +182,7 @@ class Attachment:
     def __deepcopy__(self, memo: dict) -> "Attachment":
         twin = object.__new__(Attachment)
         memo[id(self)] = twin
-        twin.model, twin.root = copy.deepcopy(self.model, memo), copy.deepcopy(self.root, memo)
+        twin.model, twin.around = copy.deepcopy(self.model, memo), copy.deepcopy(self.around, memo)
         twin.config, twin.meter, twin.adapted = self.config, Meter(), self.adapted
         twin.blueprint = copy.deepcopy(self.blueprint, memo)
         twin.place = failures.Place()
@@ -191,6 +191,11 @@ class Attachment:
 
     def __reduce__(self):
         raise TypeError("an attached model cannot be pickled: use save_pretrained, or save its state_dict.")
+
+    @property
+    def root(self) -> nn.Module:
+        """What an engine wraps: the model, or one of PEFT's around it."""
+        return wrapping.find_root(self.around)
 
     @property
     def exact_layers(self) -> int:
@@ -211,19 +216,19 @@ class Attachment:
             fault = wrapping.agree(fault, recording, device)
             if fault is not None:
                 raise ValueError(fault)
-            with self._named("forward"):
+            with self._named("forward", recording):
                 return self._run(groups, temperature, recording, device)
         except BaseException:
             wrapping.release(self.root)
             raise
 
     @contextlib.contextmanager
-    def _named(self, phase: str) -> Iterator[None]:
+    def _named(self, phase: str, recording: bool = True) -> Iterator[None]:
         """Adds to an exception where it happened, and how memory would suffice."""
         try:
             yield
         except BaseException as error:
-            text = failures.describe(error, self.place, phase, self.config, self.blueprint.device)
+            text = failures.describe(error, self.place, phase, self.config, self.blueprint.device, recording)
             error.add_note(f"longstraw-dist: {text}")
             raise
         finally:
@@ -270,7 +275,7 @@ class Attachment:
             return fault
         if (fault := self.blueprint.find_change(self.model)) is not None:
             return fault
-        if (fault := adapters.find_fault(self.model, self.adapted, self.root is not self.model)) is not None:
+        if (fault := adapters.find_fault(self.model, self.adapted, len(self.around) > 1)) is not None:
             return fault
         vocabulary = self.model.config.vocab_size
         return wrapping.find_fault(self.root, self.blueprint) or find_fault(groups, temperature, vocabulary, device)
@@ -313,10 +318,10 @@ class Attachment:
             self.place.at(layer.name)  # the engine gathers it before the operation begins
             x_prompt, x_response = self._call(module, LayerOperation, (layer,), (x_prompt, x_response))
         rows = functools.partial(Rows, call, chunk_size=config.head_chunk_size)
-        if recording and not x_response.requires_grad and trains(plan.head):
-            x_response.requires_grad_()  # for its hooks too
         self.place.at("the norm")
         x_response = self._call(plan.norm, NormOperation, (rows("the norm", plan.norm),), (x_response,))
+        if recording and not x_response.requires_grad and trains(plan.head):
+            x_response.requires_grad_()  # for its hooks too
         graph = Graph(progress)
         self.place.at("the LM head")
         head = rows("the LM head", plan.head, temperature=float(temperature), finish=plan.finish)

@@ -20,15 +20,25 @@ class Place:
         self.module, self.part = module, part
 
 
-def describe(error: BaseException, place: Place, phase: str, config: LongStrawConfig, device: torch.device) -> str:
-    """E.g. "rank 1, backward of layer 3, prompt chunk of 1024 tokens at 2048 of group 0", and a way out of memory."""
+def describe(
+    error: BaseException,
+    place: Place,
+    phase: str,
+    config: LongStrawConfig,
+    device: torch.device,
+    recording: bool = True,
+) -> str:
+    """E.g. "rank 1, backward of layer 3, prompt chunk of 1024 tokens at 2048 of group 0", and a way out of memory.
+    A call that is not `recording` keeps no hidden states."""
     rank = f"rank {dist.get_rank()}, " if dist.is_available() and dist.is_initialized() else ""
     part = place.part
     rows = f", response tokens {part.start} to {part.stop - 1}" if isinstance(part, slice) else ""
     text = f"{rank}{phase} of {place.module}{f', {part.name}' if isinstance(part, Segment) else rows}"
     if is_out_of_memory(error):
         host = device.type != "cpu" and is_of_host(error)
-        ways = ways_out_of_host_memory(config) if host else ways_out_of_memory(part, config, device)
+        ways = (
+            ways_out_of_host_memory(config, recording) if host else ways_out_of_memory(part, config, device, recording)
+        )
         return f"{text}: out of {'host ' * host}memory. To go on, {', or '.join(ways)}."
     if isinstance(error, dist.DistError) or "gloo" in str(error):
         return f"{text}: it waited for another rank, which has ended or hangs. The cause is in that one's output."
@@ -45,7 +55,9 @@ def is_of_host(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
-def ways_out_of_memory(part: Segment | slice | None, config: LongStrawConfig, device: torch.device) -> list[str]:
+def ways_out_of_memory(
+    part: Segment | slice | None, config: LongStrawConfig, device: torch.device, recording: bool
+) -> list[str]:
     """The knobs that make what ran there smaller, or make room for it; and what always helps."""
     ways = []
     if isinstance(part, slice):
@@ -59,11 +71,12 @@ def ways_out_of_memory(part: Segment | slice | None, config: LongStrawConfig, de
             ways += [f"lower prompt_chunk_size={config.prompt_chunk_size}", "set responses_per_replay=1"]
         else:
             ways.append(f"lower responses_per_replay={config.responses_per_replay}")
-    if config.offload is None and device.type != "cpu":
+    if config.offload is None and device.type != "cpu" and recording:
         ways.append('set offload="hidden", which keeps hidden states in host memory')
     return [*ways, "put fewer tokens into a call"]
 
 
-def ways_out_of_host_memory(config: LongStrawConfig) -> list[str]:
-    ways = ["set offload=None, since hidden states are kept there"] if config.offload == "hidden" else []
+def ways_out_of_host_memory(config: LongStrawConfig, recording: bool) -> list[str]:
+    kept = config.offload == "hidden" and recording
+    ways = ["set offload=None, since hidden states are kept there"] if kept else []
     return [*ways, "put fewer tokens into a call"]

@@ -31,6 +31,7 @@ from .failures import Place
 from .groups import Packed, Segment
 from .meter import Meter
 from .state import Captured, KeyValueState, View
+from .wrapping import is_deepspeed
 
 
 @dataclass
@@ -186,10 +187,9 @@ class Gradients:
         return [self._round(p, next(sums)) if p.requires_grad else None for p in self.parameters]
 
     @staticmethod
-    def _round(parameter: nn.Parameter, total: Tensor | None) -> Tensor:
-        assert total is not None, (
-            f"a parameter of shape {tuple(parameter.shape)} took no part in its layer's recompute"
-        )
+    def _round(parameter: nn.Parameter, total: Tensor | None) -> Tensor | None:
+        if total is None:  # it took no part, as an adapter that is not active: stock's gradient is none either
+            return torch.zeros_like(parameter) if is_deepspeed(parameter) else None
         return total.to(parameter.dtype)
 
 

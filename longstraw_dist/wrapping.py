@@ -1,11 +1,11 @@
 """The little that an engine still needs to be told, and which wrapping is refused. The one file that names an engine.
 
-ZeRO-3 must fetch a decoder layer as a whole, once a call: `attach` marks the layers as leaf modules (and an LM head
-that has an adapter), before `deepspeed.initialize` registers its hooks. FSDP2 and DDP need nothing.
+ZeRO-3 must fetch a decoder layer as a whole, once a call: `attach` marks the layers as leaf modules (and a norm or an
+LM head that PEFT has wrapped), before `deepspeed.initialize` registers its hooks. FSDP2 and DDP need nothing.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,17 +41,20 @@ def mark_leaves(modules: list[nn.Module]) -> None:
 
 
 def is_composed(module: nn.Module) -> bool:
-    """Whether it has modules inside, as every layer has, and an LM head with an adapter."""
+    """Whether it has modules inside, as every layer has, and a norm or an LM head in PEFT's hands."""
     return any(True for _ in module.children())
 
 
 def find_fault(model: Any, blueprint: Blueprint) -> str | None:
     """What is wrong with how the model is wrapped, or `None`. The same on every rank; costs no collective."""
-    if vars(model).get("_is_fsdp_managed_module") and not isinstance(model, FSDPModule):
-        return "FSDP1 is not supported, it replaces the parameters: use FSDP2 (fully_shard, or fsdp_version: 2)."
     if isinstance(model.get_decoder(), FSDPModule):
         return "the decoder is a fully_shard unit of its own, which is never called: shard its layers and the model."
-    whole = {f"layer {i}": layer for i, layer in enumerate(blueprint.layers)} | {"the LM head": blueprint.head}
+    if not isinstance(model, FSDPModule) and fsdp2_units(model):
+        return "FSDP2 shards the model's layers, or a module around it, but not the model: fully_shard it too, last."
+    if vars(model).get("_is_fsdp_managed_module") and not isinstance(model, FSDPModule):
+        return "FSDP1 is not supported, it replaces the parameters: use FSDP2 (fully_shard, or fsdp_version: 2)."
+    whole = {f"layer {i}": layer for i, layer in enumerate(blueprint.layers)}
+    whole |= {"the norm": blueprint.norm, "the LM head": blueprint.head}
     for name, module in whole.items():
         for p in module.parameters() if is_composed(module) else ():
             if is_zero3(p) and "ds_z3_leaf_module" not in vars(p):
@@ -77,6 +80,11 @@ def fsdp2_units(module: nn.Module) -> list[Any]:
     return [m for m in module.modules() if isinstance(m, FSDPModule)]
 
 
+def is_deepspeed(p: Tensor) -> bool:
+    """Whether a ZeRO engine reduces its gradient, and cannot do with none."""
+    return bool({"ds_id", "_hp_mapping"} & vars(p).keys())
+
+
 def is_zero3(p: Tensor) -> bool:
     return "ds_id" in vars(p)
 
@@ -94,11 +102,20 @@ def is_partitioned(p: Tensor) -> bool:
     return local < whole
 
 
+def find_root(models: Sequence[nn.Module]) -> nn.Module:
+    """Which of the models, one around the other, an engine has wrapped; the outermost if none."""
+    active = DistributedDataParallel._active_ddp_module
+    for model in models:
+        if isinstance(model, FSDPModule) or (active is not None and active.module is model):
+            return model
+    return models[0]
+
+
 def engine_of(model: nn.Module) -> str:
     """Which engine calls the model, while it does: `"DeepSpeed"`, `"FSDP2"`, `"DDP"` or `"none"`."""
     if isinstance(model, FSDPModule):
         return "FSDP2"
-    if any({"ds_id", "_hp_mapping"} & vars(p).keys() for p in model.parameters()):
+    if any(is_deepspeed(p) for p in model.parameters()):
         return "DeepSpeed"
     active = DistributedDataParallel._active_ddp_module
     return "DDP" if active is not None and active.module is model else "none"

@@ -6,6 +6,7 @@ import statistics
 import peft
 import pytest
 import torch
+from peft.tuners.lora.config import MontecloraConfig, VeloraConfig
 
 from longstraw_dist import LongStrawConfig, attach
 from longstraw_dist.attach import attachment_of
@@ -103,6 +104,16 @@ def test_two_adapters_one_active():
     assert not any("other" in n for n in reference)
 
 
+def test_idle_adapter_that_is_trainable():
+    """As `load_adapter(..., is_trainable=True)` leaves one: it has no gradient."""
+    model = adapted(tiny("llama"), target_modules=ATTENTION)
+    model.add_adapter("idle", peft.LoraConfig(r=2, target_modules=["v_proj", "down_proj"]))
+    for name, p in model.named_parameters():
+        p.requires_grad_("lora_" in name)
+    reference = check(model)
+    assert not any("idle" in n for n in reference)
+
+
 def test_a_copy_is_a_model_of_its_own():
     model = attach(adapted(tiny("llama"), target_modules=ATTENTION))
     twin = copy.deepcopy(model)
@@ -133,6 +144,14 @@ def test_adapters_changed_before_backward():
         weigh(out.logps, out.entropies).backward()
 
 
+def test_scale_changed_before_backward():
+    model = attach(adapted(tiny("llama"), target_modules=ATTENTION))
+    out = model(prompt_groups=ragged())
+    model.base_model.model.model.layers[1].self_attn.q_proj.scale_layer(2.0)
+    with pytest.raises(ValueError, match="the active adapters changed"):
+        weigh(out.logps, out.entropies).backward()
+
+
 def refused(model, message):
     with pytest.raises(ValueError, match=message):
         attach(model)
@@ -148,6 +167,8 @@ def test_refused_by_name():
     refused(wrapped(peft.LoHaConfig(r=2, target_modules=ATTENTION, module_dropout=0.1)), "LOHA")
     refused(wrapped(peft.LoraConfig(target_modules=ATTENTION, lora_dropout=0.05)), "dropout 0.05")
     refused(wrapped(peft.LoraConfig(target_modules=ATTENTION, alora_invocation_tokens=[1], **causal)), "alora")
+    for name, kind in {"monteclora_config": MontecloraConfig, "velora_config": VeloraConfig}.items():
+        refused(wrapped(peft.LoraConfig(target_modules=ATTENTION, **{name: kind()})), f"LORA with {name}")
     mixed = peft.get_peft_model(tiny("llama"), peft.LoraConfig(target_modules=ATTENTION), mixed=True)
     refused(mixed, "mixed adapters")
 
@@ -157,6 +178,14 @@ def test_wrapped_by_peft_after_attach():
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=ATTENTION))
     with pytest.raises(ValueError, match="attach the model that get_peft_model returns"):
         wrapped(prompt_groups=ragged())
+
+
+def test_refused_adapter_that_is_added_after_attach():
+    model = attach(adapted(tiny("llama"), target_modules=ATTENTION, task_type="CAUSAL_LM"))
+    late = peft.LoraConfig(target_modules=ATTENTION, alora_invocation_tokens=[1], task_type="CAUSAL_LM")
+    model.add_adapter("late", late)
+    with pytest.raises(ValueError, match='"late" is of type LORA with alora_invocation_tokens'):
+        model(prompt_groups=ragged())
 
 
 def test_adapter_names_of_a_mixed_batch():

@@ -6,7 +6,10 @@ import os
 import pytest
 from accelerate import PartialState
 
-from longstraw_dist.integrations.trl.checkpoints import finished_checkpoint
+from longstraw_dist.integrations.trl import LongStrawGRPOTrainer
+from longstraw_dist.integrations.trl.checkpoints import finished_checkpoint, is_finished
+
+from .trl_training import make, save_models, scripted_rollouts
 
 STATES = {"finished": json.dumps({"global_step": 2}), "half": '{"global_', "none": None}
 
@@ -42,3 +45,26 @@ def test_nothing_to_resume_from(tmp_path):
     with pytest.raises(ValueError, match="start without resume_from_checkpoint"):
         finished_checkpoint(cut_off, str(tmp_path))
     assert finished_checkpoint("a model of the hub", str(tmp_path)) == "a model of the hub"
+
+
+def test_checkpoint_that_is_cut_off_while_it_is_written_over(tmp_path, monkeypatch):
+    """Of a run that goes on from an earlier checkpoint, or that starts again in the same folder."""
+    folder = save_models(tmp_path)
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+
+    def run():
+        make(LongStrawGRPOTrainer, folder, arguments={"rollout_func": scripted_rollouts()}, **options).train()
+
+    run()
+    first, second = (tmp_path / "LongStrawGRPOTrainer" / f"checkpoint-{step}" for step in (1, 2))
+    assert is_finished(first)
+    assert is_finished(second)
+
+    def killed(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LongStrawGRPOTrainer, "_save_optimizer_and_scheduler", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert not is_finished(first)
+    assert is_finished(second)

@@ -125,6 +125,13 @@ def test_only_the_knobs_that_help_are_named(where, settings, device, ways):
 
 
 @pytest.mark.parametrize("offload", ["hidden", None])
+def test_a_call_that_keeps_nothing_has_nothing_to_move(offload):
+    for error in (torch.OutOfMemoryError(), too_much()):
+        text = describe(error, Place("layer 1"), "forward", LongStrawConfig(offload=offload), CUDA, recording=False)
+        assert text.endswith(f"memory. To go on, {FEWER}.")
+
+
+@pytest.mark.parametrize("offload", ["hidden", None])
 def test_host_memory_of_an_accelerator_is_another(offload):
     text = describe(too_much(), Place("layer 1"), "forward", LongStrawConfig(offload=offload), CUDA)
     assert "out of host memory" in text

@@ -11,7 +11,9 @@ import torch
 from trl import GRPOTrainer
 from trl.trainer.utils import use_adapter
 
+from longstraw_dist import PromptGroup
 from longstraw_dist.integrations.trl import LongStrawGRPOTrainer
+from longstraw_dist.integrations.trl.trainer import equal_where_same
 
 from .models import drift, tokens
 from .reference import gradients, relative, worst
@@ -192,6 +194,14 @@ def test_masks_and_corrections(trainers, record_property, monkeypatch, mask, los
             monkeypatch.setattr(trainer.args, "use_bias_correction_kl", True)
     _, error, size = check(trainers, batch, settings)
     record_property("gradient_error", f"{error:.2e} of {size:.2g}")
+
+
+def test_equal_entropies_of_responses_of_any_length():
+    """The third response shares one token with both of the others, and the place behind it with the second alone."""
+    ids = [torch.tensor(t) for t in ([5], [5, 7], [5, 8])]
+    values = [torch.tensor(v) for v in ([1.0], [1.0 + 1e-6, 2.0], [1.0 - 1e-6, 2.0 + 1e-6])]
+    equal = equal_where_same(values, [PromptGroup(torch.tensor([3]), ids)])
+    assert [v.tolist() for v in equal] == [[1.0], [1.0, 2.0], [1.0, 2.0]]
 
 
 def test_quantiles_between_equal_entropies(trainers):

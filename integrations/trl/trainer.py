@@ -8,6 +8,7 @@ advantages, losses, generation, saving and logging are the parent's.
 
 import dataclasses
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from torch import Tensor
 from transformers import PreTrainedModel, ProcessorMixin
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_decorator
 from trl.trainer.utils import get_config_model_id, split_tensor_dict
@@ -155,6 +158,14 @@ class LongStrawGRPOTrainer(GRPOTrainer):
             resume_from_checkpoint = finished_checkpoint(resume_from_checkpoint, self.args.output_dir)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    def _save_checkpoint(self, model, trial):
+        # The state of a checkpoint that is written over, of a run before, would mark it as finished from the start.
+        if self.args.should_save:
+            folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+        self.accelerator.wait_for_everyone()
+        super()._save_checkpoint(model, trial)
+
     def _save_rng_state(self, output_dir):
         # The last file of each process. The parent then writes the trainer's state, which so marks a finished
         # checkpoint, and deletes older ones.
@@ -236,8 +247,8 @@ def equal_where_same(entropies: list[Tensor], groups: list[PromptGroup]) -> list
         for response in group.response_ids:
             ids, value = response.tolist(), next(values)
             if ids and before:
-                same, first = max(((common_prefix(ids, other), v) for other, v in before), key=lambda pair: pair[0])
-                n = min(same + 1, len(ids), len(first))
+                shared = ((min(common_prefix(ids, other) + 1, len(ids), len(v)), v) for other, v in before)
+                n, first = max(shared, key=lambda pair: pair[0])
                 value = torch.cat([value[:n] + (first[:n] - value[:n]).detach(), value[n:]])
             if ids:
                 before.append((ids, value))

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 from longstraw_dist import LongStrawConfig, PromptGroup, attach
 from longstraw_dist.meter import count_collectives
@@ -140,6 +141,25 @@ def attach_before_deepspeed():
     config = {"leaf_module": {"classes": ["LlamaDecoderLayer"]}}  # what the message says
     other = wrap_engine("zero3", attach(tiny("llama")), **config)
     return message, relative(train(other, 1), train(wrap("zero3", lambda: tiny("llama")), 1))
+
+
+def sharded_without_root(inside: bool):
+    """The error of a model whose layers are units and that is none itself, alone or inside of a unit."""
+    model = attach(tiny("llama"))
+    for layer in model.model.layers:
+        fully_shard(layer)
+    if inside:
+        fully_shard(torch.nn.Sequential(model))
+    try:
+        model(prompt_groups=ragged())
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_model_that_is_not_the_root_of_fsdp2(ranks, inside):
+    for error in ranks.run(sharded_without_root, inside):
+        assert "but not the model: fully_shard it too, last" in error
 
 
 def test_attach_before_deepspeed_is_named():

@@ -7,6 +7,7 @@ gradient is the mean of the ranks' gradients; the reference takes the loss of al
 import functools
 import itertools
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,9 +17,9 @@ from longstraw_dist import LongStrawConfig
 from longstraw_dist.config import exact_layers
 
 from ..models import MODELS, adapted, ragged, tiny, weigh
-from ..reference import cut_prompt, gradients, relative, stock_rows, worst
+from ..reference import cut_prompt, relative, stock_rows, worst
 from .launch import Ranks
-from .wrappings import WRAPPINGS, ZERO, trainable, wrap
+from .wrappings import WRAPPINGS, ZERO, or_zeros, trainable, wrap
 
 STEPS = 3
 OPTIMIZERS = {  # AdamW's eps is above the noise of the smallest gradients, which it would blow up to whole steps
@@ -41,6 +42,8 @@ FROZEN = {
     "shared layers": (),
     "adapted head": (),
     "saved head": (),
+    "saved norm": (),
+    "idle adapter": (),
 }
 
 
@@ -66,6 +69,16 @@ def make(kind: str, tied: bool, frozen: str, experts: str | None = None, wide: b
         model.model.layers[2].mlp = model.model.layers[0].mlp
     if frozen == "adapted head":
         return adapted(model, target_modules=["q_proj", "lm_head"], modules_to_save=["embed_tokens"])
+    if frozen == "saved norm":
+        return adapted(model, target_modules=["q_proj"], modules_to_save=["model.norm"])
+    if frozen == "idle adapter":
+        model = adapted(model, target_modules=["q_proj"])
+        model.add_adapter("idle", peft.LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False))
+        for name, p in model.named_parameters():
+            p.requires_grad_("lora_" in name)
+            if "idle" in name:
+                torch.nn.init.ones_(p)
+        return model
     if frozen == "saved head":
         model = adapted(model, target_modules=["q_proj"], modules_to_save=["lm_head"])
         for name, p in model.named_parameters():
@@ -81,7 +94,7 @@ def make(kind: str, tied: bool, frozen: str, experts: str | None = None, wide: b
 @functools.cache
 def reference(kind, tied, mode, optimizer, accumulation, clip, frozen, one_term, wide, world):
     """Gradients before clipping, of each step, and what the weights changed by."""
-    model = make(kind, tied, frozen, wide)
+    model = make(kind, tied, frozen, wide=wide)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     stepper = OPTIMIZERS[optimizer](trainable(model))
     layers = model.config.num_hidden_layers
@@ -93,7 +106,7 @@ def reference(kind, tied, mode, optimizer, accumulation, clip, frozen, one_term,
                 loss = loss_of(*rows, rank, step, micro, one_term)
                 if isinstance(loss, Tensor):
                     (loss / world / accumulation).backward()
-        all_gradients.append({n: g for n, g in gradients(model).items() if g is not None})
+        all_gradients.append({n: or_zeros(p.grad, p) for n, p in model.named_parameters() if p.requires_grad})
         if clip is not None:
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
             assert norm > 2 * clip, f"a clip of {clip} does not bite a norm of {norm}"
@@ -232,6 +245,7 @@ CASES = [  # each setting meets each engine somewhere; `test_parity_of_all` take
     ("zero3", {"frozen": "shared layers", "accumulation": 2}),
     ("zero3", {"frozen": "adapted head", "accumulation": 2, "config": {"head_chunk_size": 2}}),
     ("zero3", {"frozen": "saved head", "accumulation": 2, "config": {"head_chunk_size": 2}}),
+    ("zero3", {"frozen": "saved norm", "accumulation": 2, "config": {"head_chunk_size": 2}}),
     ("fsdp2", {"frozen": "adapted head", "accumulation": 2, "config": {"head_chunk_size": 2}}),
     ("fsdp2", {"frozen": "saved head", "accumulation": 2, "config": {"head_chunk_size": 2}}),
     ("fsdp2", {"frozen": "shared layers", "accumulation": 2}),
@@ -260,6 +274,15 @@ def test_parity(two_ranks, record_property, name, case):
 @pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "fsdp2"])
 def test_parity_of_three_ranks(three_ranks, record_property, name):
     check(three_ranks, record_property, name, tied=name == "zero3", clip=0.5, one_term=True)
+
+
+def test_scoring_with_the_root_inside_of_peft(two_ranks, record_property):
+    check(two_ranks, record_property, "fsdp2", score="after", frozen="adapted head", inside=True)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "fsdp2"])
+def test_idle_adapter_that_is_trainable(two_ranks, record_property, name):
+    check(two_ranks, record_property, name, frozen="idle adapter")
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ class Wrapped:
 
     def gradients(self) -> dict[str, Tensor]:
         """Full gradients, averaged over ranks and micro-batches, before clipping."""
-        return {n: full(p.grad) for n, p in self.model.named_parameters() if p.requires_grad}
+        return {n: full(or_zeros(p.grad, p)) for n, p in self.model.named_parameters() if p.requires_grad}
 
     def weights(self) -> dict[str, Tensor]:
         return {n: full(p.detach()) for n, p in self.model.named_parameters()}
@@ -138,6 +138,11 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
+def or_zeros(gradient: Tensor | None, p: Tensor) -> Tensor:
+    """A trainable parameter that takes no part has none."""
+    return torch.zeros_like(p.detach()) if gradient is None else gradient.clone()
+
+
 def full(t: Tensor) -> Tensor:
     return t.full_tensor().clone() if isinstance(t, DTensor) else t.clone()
 
@@ -158,7 +163,8 @@ def wrap(
         build (`Callable`): makes the causal LM; called on every rank.
         config (`LongStrawConfig`, *optional*): what to attach it with; `None` leaves it stock.
         optimizer (`Callable`): makes the optimizer of a list of parameters.
-        settings: into DDP's or `fully_shard`'s arguments (`mesh_shape` makes an HSDP mesh), or ZeRO's
+        settings: into DDP's or `fully_shard`'s arguments (`mesh_shape` makes an HSDP mesh, `inside` shards the
+            model that PEFT has wrapped), or ZeRO's
             `zero_optimization`, where `None` leaves a value at DeepSpeed's default.
     """
     gc.collect()  # engines of earlier tests
@@ -195,10 +201,11 @@ def wrap_fsdp2(name, model, optimizer, accumulation, clip, bf16, settings) -> Wr
         return wrapped
     shape = settings.pop("mesh_shape", (dist.get_world_size(),))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    root = model.get_base_model() if settings.pop("inside", False) else model  # of PEFT's
     settings = {"mesh": mesh, "mp_policy": policy, **settings}
     for unit in units(list(model.get_decoder().layers)) if name == "fsdp2" else ():
         fully_shard(unit, **settings)
-    fully_shard(model, **settings)
+    fully_shard(root, **settings)
     return FSDP2(model, model, optimizer(trainable(model)), accumulation, clip)
 
 
