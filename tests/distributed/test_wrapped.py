@@ -94,7 +94,7 @@ def make(kind: str, tied: bool, frozen: str, experts: str | None = None, wide: b
 @functools.cache
 def reference(kind, tied, mode, optimizer, accumulation, clip, frozen, one_term, wide, world):
     """Gradients before clipping, of each step, and what the weights changed by."""
-    model = make(kind, tied, frozen, wide)
+    model = make(kind, tied, frozen, wide=wide)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     stepper = OPTIMIZERS[optimizer](trainable(model))
     layers = model.config.num_hidden_layers
