@@ -31,7 +31,7 @@ from .failures import Place
 from .groups import Packed, Segment
 from .meter import Meter
 from .state import Captured, KeyValueState, View
-from .wrapping import is_deepspeed
+from .wrapping import wants_zeros
 
 
 @dataclass
@@ -189,7 +189,7 @@ class Gradients:
     @staticmethod
     def _round(parameter: nn.Parameter, total: Tensor | None) -> Tensor | None:
         if total is None:  # it took no part, as an adapter that is not active: stock's gradient is none either
-            return torch.zeros_like(parameter) if is_deepspeed(parameter) else None
+            return torch.zeros_like(parameter) if wants_zeros(parameter) else None
         return total.to(parameter.dtype)
 
 
