@@ -232,7 +232,7 @@ class Attachment:
             if fault is not None:
                 raise ValueError(fault)
             with self._named("forward", recording):
-                return self._run(groups, temperature, router_logits, recording, device)
+                return self._run(groups, temperature, bool(router_logits), recording, device)
         except BaseException:
             wrapping.release(self.root)
             raise
@@ -361,11 +361,13 @@ class Attachment:
             self.pending, self.progress = weakref.ref(graph), progress
         return LongStrawOutput(scores=scores, lengths=[r.stop - r.start for r in packed.rows])
 
-    def _auxiliary_loss(self, routed: list[Tensor], weights: Tensor) -> Tensor:
+    def _auxiliary_loss(self, routed: list[Tensor], weights: Tensor | None) -> Tensor:
         """The model's own, of all rows that its prompts and responses would be: a shared token counts once a row."""
+        assert weights is not None
+        assert self.blueprint.balance is not None
         if not weights.any():
             return torch.stack([logits.sum() for logits in routed]).sum() * 0
-        model = self.model
+        model: Any = self.model
         return self.blueprint.balance(tuple(routed), model.num_experts, model.num_experts_per_tok, weights[None])
 
     def _call(self, module: nn.Module, operation: type[torch.autograd.Function], setting: tuple, hidden: tuple):

@@ -69,7 +69,9 @@ def attention_forward(
     assert (attention_mask is None) == (indices is None), "the blueprint runs without masks"
     assert dropout == 0.0, "find_dropout() looks at every module that has one"
     assert is_causal, f"{type(module).__name__} is not causal"
-    if indices is not None:  # sparse attention: of what it may see, the keys that it has chosen
+    if (
+        indices is not None and attention_mask is not None
+    ):  # sparse attention: of what it may see, the keys that it has chosen
         chosen = torch.zeros_like(attention_mask).scatter_(-1, indices[:, None].long(), True)
         out = functional.scaled_dot_product_attention(query, key, value, chosen & attention_mask, scale=scaling)
         return out.transpose(1, 2), None
@@ -116,6 +118,8 @@ class PrefixAttention(torch.autograd.Function):
             if out is None or lse is None:
                 out, lse = o.new_empty(q.shape), o_lse.new_empty(q.shape[:3])
             merge_(out[:, :, region.rows], lse[:, :, region.rows], o, o_lse, region.first)
+        assert out is not None
+        assert lse is not None
         if sinks is not None:
             both = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
             out.mul_((lse - both).exp()[..., None])

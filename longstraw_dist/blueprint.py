@@ -107,11 +107,11 @@ class Blueprint:
         self.traits = self._find_traits(base)
         self.recurrent = any(traits.stacked for traits in self.traits)
         # fetched now: `fully_shard` swaps the model's class for one of another module
-        self.balance = vars(sys.modules[type(model).__module__]).get("load_balancing_loss_func")
+        self.balance: Callable | None = vars(sys.modules[type(model).__module__]).get("load_balancing_loss_func")
 
-    def _find_traits(self, base: nn.Module) -> list[Traits]:
+    def _find_traits(self, base: Any) -> list[Traits]:
         caches = DynamicCache(config=self.config).layers  # by which transformers says what a layer remembers
-        recorded = (type(base)._can_record_outputs or {}).get("router_logits")
+        recorded = (base._can_record_outputs or {}).get("router_logits")
         found = []
         for layer, cache in zip(self.layers, caches, strict=True):
             indexed = type(cache) is DynamicIndexedLayer

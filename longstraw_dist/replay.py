@@ -33,7 +33,7 @@ from .meter import Meter
 from .scan import continued_scans
 from .state import Captured, PromptState, View
 from .traits import Traits
-from .wrapping import is_deepspeed
+from .wrapping import wants_zeros
 
 
 @dataclass
@@ -201,7 +201,7 @@ def run(layer: Layer, stock: Callable, segment: Segment, x: Tensor, view: View) 
 def router_logits(layer: Layer) -> Iterator[list[Tensor]]:
     """Collects what the layer's router says, where the auxiliary loss is wanted."""
     found: list[Tensor] = []
-    if not layer.routed:
+    if not layer.routed or layer.traits.router is None:
         yield found
         return
     router, place = layer.traits.router
@@ -255,7 +255,7 @@ class Gradients:
     @staticmethod
     def _round(parameter: nn.Parameter, total: Tensor | None) -> Tensor | None:
         if total is None:  # it took no part, as an adapter that is not active: stock's gradient is none either
-            return torch.zeros_like(parameter) if is_deepspeed(parameter) else None
+            return torch.zeros_like(parameter) if wants_zeros(parameter) else None
         return total.to(parameter.dtype)
 
 

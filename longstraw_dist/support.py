@@ -6,8 +6,45 @@ A new type is a name in `SUPPORTED` and a row in tests/models.py, once the parit
 from torch import nn
 from transformers import PreTrainedModel
 
-SUPPORTED = tuple(
-    ["bamba", "deepseek_v2", "deepseek_v3", "deepseek_v32", "falcon_h1", "falcon_mamba", "gemma2", "gemma3_text", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "llama", "mamba", "mamba2", "minimax", "minimax_m2", "ministral", "mistral", "mixtral", "nemotron_h", "olmo2", "olmo3", "olmo_hybrid", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "zamba2"]
+SUPPORTED = (
+    "bamba",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "falcon_h1",
+    "falcon_mamba",
+    "gemma2",
+    "gemma3_text",
+    "glm4",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "gpt_oss",
+    "granitemoehybrid",
+    "jamba",
+    "kimi_linear",
+    "lfm2",
+    "lfm2_moe",
+    "llama",
+    "mamba",
+    "mamba2",
+    "minimax",
+    "minimax_m2",
+    "ministral",
+    "mistral",
+    "mixtral",
+    "nemotron_h",
+    "olmo2",
+    "olmo3",
+    "olmo_hybrid",
+    "qwen2",
+    "qwen3",
+    "qwen3_5",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_moe",
+    "qwen3_next",
+    "zamba2",
 )
 ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 EXPERTS = (None, "eager", "grouped_mm")

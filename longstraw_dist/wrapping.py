@@ -81,8 +81,12 @@ def fsdp2_units(module: nn.Module) -> list[Any]:
 
 
 def is_deepspeed(p: Tensor) -> bool:
-    """Whether a ZeRO engine reduces its gradient, and cannot do with none."""
     return bool({"ds_id", "_hp_mapping"} & vars(p).keys())
+
+
+def wants_zeros(p: Tensor) -> bool:
+    """Whether the engine that reduces its gradient cannot do with none."""
+    return is_deepspeed(p)
 
 
 def is_zero3(p: Tensor) -> bool:

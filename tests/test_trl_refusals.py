@@ -5,6 +5,7 @@ import pytest
 import torch
 import transformers
 from accelerate import FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType
 from datasets import Dataset
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import BitsAndBytesConfig, ProcessorMixin, Trainer
@@ -182,6 +183,15 @@ def test_a_model_attached_with_other_settings(construct):
 
 def test_processes_that_would_train_apart(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    refuse_apart(2)
-    with pytest.raises(ValueError, match="2 processes were launched, but accelerate trains with 1"):
-        refuse_apart(1)
+    refuse_apart(2, DistributedType.MULTI_CPU)
+    for processes in (1, 2):
+        with pytest.raises(ValueError, match=f"2 processes were launched, but accelerate trains with {processes}"):
+            refuse_apart(processes, DistributedType.NO)
+
+
+def test_groups_that_are_cut_are_warned_of(construct, caplog):
+    with caplog.at_level("WARNING"):
+        construct()
+        assert "is not a multiple" not in caplog.text
+        construct({"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2})
+    assert "per_device_train_batch_size=6 is not a multiple of num_generations=4" in caplog.text

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from accelerate.logging import get_logger
+from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
 from torch import Tensor
 from transformers import PreTrainedModel, ProcessorMixin
@@ -86,6 +87,12 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         if args.cast_lm_head_to_fp32:
             for attachment in filter(None, (self._attachment, self._reference)):
                 keep_out_of_autocast(attachment.blueprint.head)
+        rows, generations = args.per_device_train_batch_size, self.num_generations
+        if generations and rows % generations:
+            logger.warning(
+                f"per_device_train_batch_size={rows} is not a multiple of num_generations={generations}: groups are "
+                "cut, and a prompt runs once in each part. The result is the same."
+            )
         exact, layers = self._attachment.exact_layers, len(self._attachment.blueprint.layers)
         log = logger.info if exact == layers else logger.warning
         log(f"prompt_grad={args.prompt_grad}: the prompt's gradient is exact in {exact} of {layers} layers")
@@ -102,7 +109,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
 
     def create_accelerator_and_postprocess(self):
         super().create_accelerator_and_postprocess()
-        refuse_apart(self.accelerator.num_processes)
+        refuse_apart(self.accelerator.num_processes, self.accelerator.distributed_type)
         if not self.is_fsdp_enabled:
             return
         plugin = self.accelerator.state.fsdp_plugin
@@ -287,14 +294,15 @@ def shuffle_groups(batch: dict[str, Any]) -> dict[str, Any]:
     return {key: permute(value) for key, value in batch.items()}
 
 
-def refuse_apart(processes: int) -> None:
-    """Raises `ValueError` if this process trains with fewer others than were launched with it: accelerate can start
-    them so on a CPU, and each would train a model of its own."""
+def refuse_apart(processes: int, kind: DistributedType) -> None:
+    """Raises `ValueError` if this process does not train together with those that were launched with it: accelerate
+    can start them so on a CPU, and each would train a model of its own."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if processes != launched:
+    if processes != launched or (launched > 1 and kind == DistributedType.NO):
         raise ValueError(
-            f"{launched} processes were launched, but accelerate trains with {processes}: they would train apart. On "
-            "a CPU start with configs/accelerate/zero3_cpu.yaml, DS_ACCELERATOR=cpu and ddp_backend=gloo."
+            f"{launched} processes were launched, but accelerate trains with {processes} ({kind.value}): they would "
+            "train apart. On a CPU start with configs/accelerate/zero3_cpu.yaml, DS_ACCELERATOR=cpu and "
+            "ddp_backend=gloo."
         )
 
 

@@ -77,8 +77,8 @@ class PromptState:
             self.pages[name].accumulate(segment, g)
 
     def kept(self, exact: bool, hidden_bytes: int) -> list[Tensor]:
-        """What backward needs, for `save_for_backward`. The state itself is empty afterwards. Of what is carried so few
-        pages are kept that they are no larger than a chunk's hidden states, whose bytes are given."""
+        """What backward needs, for `save_for_backward`. The state itself is empty afterwards. Of what is carried so
+        few pages are kept that they are no larger than a chunk's hidden states, whose bytes are given."""
         carried = [pages for pages in self.pages.values() if isinstance(pages, Carry)]
         page_bytes = sum(t.nbytes for pages in carried for t in list(pages.pages.values())[-1:])
         for pages in carried:

@@ -13,8 +13,8 @@ class Captured(Exception):
 
 class View:
     """
-    The part of `transformers.Cache` that a layer asks for, of one layer and one segment. It never writes in place: what
-    the layer hands in is read off afterwards.
+    The part of `transformers.Cache` that a layer asks for, of one layer and one segment. It never writes in place:
+    what the layer hands in is read off afterwards.
 
     Attributes:
         past (`dict[str, Tensor]`): the prompt's state so far, by name: `"keys"`, `"values"`, ... A batch of one, which
