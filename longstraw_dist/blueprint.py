@@ -26,6 +26,7 @@ from transformers.cache_utils import (
 
 from .attention import prefix_attention
 from .groups import Segment
+from .scan import namespace_of_scan
 from .traits import Traits
 
 
@@ -123,6 +124,7 @@ class Blueprint:
                     indexed=indexed,
                     stacked=isinstance(cache, LinearAttentionCacheLayerMixin),
                     router=find_router(layer, recorded),
+                    scan=namespace_of_scan(layer),
                     embedded=self.embedded,
                     relay=self.relay,
                 )

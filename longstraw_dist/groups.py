@@ -135,8 +135,8 @@ def pack(
     with_ends: bool = False,
 ) -> Packed:
     """Lays the groups out. For a `recurrent` model no prompt chunk but the first has one token; `with_ends`, a
-    response of R tokens has R + 1 inputs. Where nothing is to run, one dummy response does, so that this rank makes the
-    module calls that the others make; its log-probs are not returned."""
+    response of R tokens has R + 1 inputs. Where nothing is to run, one dummy response does, so that this rank makes
+    the module calls that the others make; its log-probs are not returned."""
     if not any(len(r) or with_ends for group in groups for r in group.response_ids):
         dummy = torch.zeros(1, dtype=torch.int64, device=device)
         packed = pack([PromptGroup(dummy, [dummy])], config, device, recurrent, with_ends)

@@ -174,7 +174,7 @@ class LayerOperation(torch.autograd.Function):
 def run(layer: Layer, stock: Callable, segment: Segment, x: Tensor, view: View) -> Tensor | None:
     """The stock layer on one segment, with the prompt's state for its cache; `None` if only its state is wanted."""
     layer.call.place.at(layer.name, segment)
-    swapped = prefix_attention(layer.call.config, view), continued_scans(layer.module)
+    swapped = prefix_attention(layer.call.config, view), continued_scans(layer.traits.scan)
     with swapped[0], swapped[1], contextlib.suppress(Captured):
         args, kwargs = segment.calls[layer.index]
         kwargs = kwargs | {name: segment.relay.get(name) for name in layer.traits.relay}

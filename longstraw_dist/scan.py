@@ -11,6 +11,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +22,19 @@ from .attention import VIEW
 STOCK = "mamba_selective_scan"
 
 
-@contextlib.contextmanager
-def continued_scans(layer: nn.Module) -> Iterator[None]:
-    """While it is open, the scans of the layer's model begin at the state in the layer's view."""
+def namespace_of_scan(layer: nn.Module) -> dict[str, Any] | None:
+    """Where the layer's code looks its scan up, or `None`. Asked at attach: engines swap the layer's class."""
     names = vars(sys.modules[type(layer).__module__])
-    stock = names.get(STOCK)
-    if stock is None:
+    return names if STOCK in names else None
+
+
+@contextlib.contextmanager
+def continued_scans(names: dict[str, Any] | None) -> Iterator[None]:
+    """While it is open, the scans of the layer's model begin at the state in the layer's view."""
+    if names is None:
         yield
         return
-    names[STOCK] = selective_scan
+    stock, names[STOCK] = names[STOCK], selective_scan
     try:
         yield
     finally:

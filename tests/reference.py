@@ -35,6 +35,9 @@ AttentionMaskInterface.register("cut", sdpa_mask)
 @contextlib.contextmanager
 def cut_prompt(model: nn.Module, detached_layers: int):
     """Stock rows of `model` are cut below `model.layers[detached_layers]`."""
+    if detached_layers == 0:  # nothing to cut: the model as it is
+        yield
+        return
     before = model.config._attn_implementation
     model.config._attn_implementation = "cut"
     layers = model.get_decoder().layers

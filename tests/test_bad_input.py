@@ -143,7 +143,6 @@ def test_router_jitter():
     ("kind", "settings", "message"),
     [
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
-        ("mixtral", {"output_router_logits": True}, "output_router_logits=True"),
         ("qwen3_moe", {"experts_implementation": "sonicmoe"}, "experts_implementation='sonicmoe'"),
         (
             "gemma3_text",

@@ -180,13 +180,13 @@ def parity(
     }
 
 
-def check(ranks, record_property, name, bar=1e-5, **case):
+def check(ranks, record_property, name, **case):
     errors = ranks.run(parity, name, timeout=120, **case)[0]
     for what, error in errors.items():
         record_property(what, error)
-    assert errors["gradient"] <= bar
-    assert errors["parameter"][0] <= 30 * bar, errors["parameter"][1]
-    assert errors["update"] <= 10 * bar
+    assert errors["gradient"] <= 1e-5
+    assert errors["parameter"][0] <= 3e-4, errors["parameter"][1]
+    assert errors["update"] <= 1e-4
 
 
 LONG = {"accumulation": 4, "clip": 0.5}
@@ -240,7 +240,7 @@ CASES = [  # each setting meets each engine somewhere; `test_parity_of_all` take
     ("fsdp2", {"kind": "qwen3_moe", "experts": "eager", "optimizer": "AdamW"}),
     ("fsdp2", {"kind": "mixtral", "no_sync": True, "accumulation": 2}),
     ("fsdp2_accelerate", {"kind": "gemma2", "frozen": "adapters", "accumulation": 2}),
-    ("zero3", {"kind": "qwen3_5_text", "accumulation": 2, "bar": 1e-4}),
+    ("zero3", {"kind": "olmo_hybrid", "accumulation": 2}),
     ("zero3", {"kind": "mamba2", "mode": "exact", **SCORED}),
     ("zero3", {"kind": "jamba"}),
     ("zero3", {"kind": "minimax"}),
@@ -248,7 +248,7 @@ CASES = [  # each setting meets each engine somewhere; `test_parity_of_all` take
     ("zero3", {"kind": "glm_moe_dsa", "accumulation": 2, **SCORED}),
     ("zero3", {"kind": "gpt_oss"}),
     ("zero3", {"kind": "zamba2", "tied": True}),
-    ("fsdp2", {"kind": "qwen3_5_text", "accumulation": 2, "bar": 1e-4}),
+    ("fsdp2", {"kind": "olmo_hybrid", "accumulation": 2}),
     ("fsdp2", {"kind": "nemotron_h", **SCORED}),
     ("fsdp2", {"kind": "falcon_mamba"}),
     ("fsdp2", {"kind": "minimax"}),
