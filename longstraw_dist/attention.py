@@ -64,6 +64,7 @@ def attention_forward(
     """What a layer's attention calls inside a layer operation."""
     view = VIEW.get()
     assert view is not None, "only run() runs a layer"
+    view.window = sliding_window
     unknown = set(ignored) - IGNORED
     assert not unknown, f"{type(module).__name__} asks for attention that longstraw-dist does not have: {unknown}"
     assert (attention_mask is None) == (indices is None), "the blueprint runs without masks"

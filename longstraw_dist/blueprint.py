@@ -36,7 +36,9 @@ class Stub(nn.Module):
 
     def __init__(self, module: nn.Module, width: int):
         super().__init__()
-        vars(self).update({k: v for k, v in vars(module).items() if not k.startswith("_") and k not in vars(self)})
+        vars(self).update(
+            {k: v for k, v in vars(module).items() if not k.startswith("_") and k not in {*vars(self), "forward"}}
+        )
         if isinstance(weight := module._parameters.get("weight"), Tensor):
             self.weight = torch.empty(0, dtype=weight.dtype)
         self.width = width
@@ -119,7 +121,6 @@ class Blueprint:
             found.append(
                 Traits(
                     attends=type(cache) in (DynamicLayer, DynamicSlidingWindowLayer),
-                    window=vars(cache).get("sliding_window"),
                     joined="kv_lora_rank" in self.config.to_dict(),
                     indexed=indexed,
                     stacked=isinstance(cache, LinearAttentionCacheLayerMixin),

@@ -11,7 +11,6 @@ class Traits:
     """
     Args:
         attends (`bool`): its state is keys and values and nothing else.
-        window (`int`, *optional*): tokens that its attention sees, the query's own included; by default all.
         joined (`bool`): it makes keys and values of latents, those of the past included; latents are the state.
         indexed (`bool`): it chooses the keys that it attends to, and takes a mask for it.
         stacked (`bool`): it has a recurrence, so that the responses of a replay must lie side by side.
@@ -23,7 +22,6 @@ class Traits:
     """
 
     attends: bool
-    window: int | None = None
     joined: bool = False
     indexed: bool = False
     stacked: bool = False

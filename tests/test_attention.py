@@ -5,6 +5,8 @@ import torch
 
 from longstraw_dist import attention
 from longstraw_dist.attention import FlashCPU, Plain, PrefixAttention, Scores
+from longstraw_dist.groups import Segment
+from longstraw_dist.state import View
 
 HEADS, KEY_HEADS, SIZE, SCALE = 4, 2, 8, 0.3
 
@@ -52,7 +54,7 @@ def test_against_one_softmax(kernels, softcap, lengths, blocks, window, monkeypa
     # as the layer operation hands it over: no more of the past than the window reads
     seen = past if window is None else [t[:, :, max(0, t.shape[2] - (window - 1)) :] for t in past]
     seen = [t for t in seen if t.shape[2]]
-    out = PrefixAttention.apply(q, k, v, lengths, Scores(SCALE, softcap, window), *seen)
+    out = PrefixAttention.apply(q, k, v, lengths, Scores(SCALE, softcap, window), None, *seen)
     torch.testing.assert_close(out, expected)
     for ours, theirs in zip(torch.autograd.grad(out, [q, k, v, *past], g, allow_unused=True), reference, strict=True):
         torch.testing.assert_close(torch.zeros_like(theirs) if ours is None else ours, theirs)
@@ -62,13 +64,17 @@ def test_a_constant_past_gets_no_gradient():
     generator = torch.Generator().manual_seed(0)
     (q,) = draw(3, heads=HEADS, generator=generator)
     k, v, past_k, past_v = draw(3, 3, 7, 7, heads=KEY_HEADS, generator=generator)
-    out = PrefixAttention.apply(q, k, v, (3,), Scores(SCALE), past_k.detach(), past_v.detach())
+    out = PrefixAttention.apply(q, k, v, (3,), Scores(SCALE), None, past_k.detach(), past_v.detach())
     assert torch.autograd.grad(out.sum(), past_k, allow_unused=True) == (None,)
 
 
 def test_unknown_arguments_are_refused():
-    """What a model passes and this attention would ignore would be silently wrong (attention sinks: by 0.5)."""
-    with pytest.raises(AssertionError, match="s_aux"):
-        attention.attention_forward(
-            torch.nn.Identity(), *[torch.zeros(1, 1, 1, 1)] * 3, None, scaling=1.0, prefix=None, s_aux=torch.zeros(1)
-        )
+    """What a model passes and this attention would ignore would be silently wrong (attention sinks, once, by 0.5)."""
+    token = attention.VIEW.set(View({}, Segment(slice(0, 1), 0, (1,))))
+    try:
+        with pytest.raises(AssertionError, match="position_bias"):
+            attention.attention_forward(
+                torch.nn.Identity(), *[torch.zeros(1, 1, 1, 1)] * 3, None, scaling=1.0, position_bias=torch.zeros(1)
+            )
+    finally:
+        attention.VIEW.reset(token)

@@ -38,15 +38,13 @@ class PromptState:
         """Takes over what a prompt chunk's layer call left in its view."""
         for name, t in view.new.items():
             if name not in self.pages:
-                self.pages[name] = self._begin(name)
+                self.pages[name] = self._begin(name, view.window)
             self.pages[name].write(segment, t)
 
-    def _begin(self, name: str) -> Pages:
+    def _begin(self, name: str, window: int | None) -> Pages:
         if name not in ALONG:
             return Carry()
-        if (window := self.traits.window) is not None:
-            return Window(window - 1, ALONG[name])
-        return Grow(self.tokens, ALONG[name])
+        return Grow(self.tokens, ALONG[name]) if window is None else Window(window - 1, ALONG[name])
 
     def missing(self, chunk: Segment, chunks: list[Segment]) -> list[Segment]:
         """The chunks to run again, in order, for the state before `chunk` to be there."""
