@@ -7,11 +7,12 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 
 from longstraw_dist import LongStrawConfig, PromptGroup, attach
 
 from .architectures import ARCHITECTURES
-from .models import ragged, tiny, weigh
+from .models import moderate, ragged, spread, tiny, weigh
 from .reference import gradients, relative, stock_rows, worst
 
 DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
@@ -73,3 +74,22 @@ def test_the_state_matters(kind):
     with torch.no_grad():
         a, b = (torch.cat(model(prompt_groups=g).logps) for g in (groups, turned))
     assert (a - b).abs().max() > 1e-2
+
+
+def test_a_text_model_inside_of_another(record_property):
+    """The released Qwen3.5 and 3.6 checkpoints, with text prompts."""
+    text = tiny("qwen3_5_text").config.to_dict()
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32}
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
+    model, groups = transformers.Qwen3_5ForConditionalGeneration(config).train(), ragged()
+    spread(model, 0)
+    moderate(model)
+    stock = run(model, stock_rows(model, groups, 0.7))
+    with delta_rule_in_chunks(model, 8):
+        noise = errors(run(model, stock_rows(model, groups, 0.7)), stock)
+    attach(model, LongStrawConfig(prompt_chunk_size=7))
+    out = model(prompt_groups=groups, temperature=0.7)
+    found = errors(run(model, (out.logps, out.entropies)), stock)
+    record_property("errors", found)
+    for error, own, bar in zip(found, noise, (1e-5, 1e-5, 3e-4), strict=True):
+        assert error <= max(bar, 2 * own)
