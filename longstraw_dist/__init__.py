@@ -1,7 +1,8 @@
 """longstraw-dist: exact shared-prompt RL post-training over DeepSpeed ZeRO-3 and FSDP2."""
 
-from .attach import LongStrawOutput, attach, recover
+from .attach import attach, recover
 from .config import LongStrawConfig
 from .groups import PromptGroup
+from .output import LongStrawOutput
 
 __all__ = ["LongStrawConfig", "LongStrawOutput", "PromptGroup", "attach", "recover"]

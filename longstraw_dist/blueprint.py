@@ -135,17 +135,12 @@ class Blueprint:
     def _around(self, module: nn.Module, base: nn.Module) -> nn.Module:
         """The ghost of what stands around the decoder; it may lie deeper than one level, beside other encoders."""
         ghost = bare(module)
+        stands_in: dict[nn.Module, nn.Module] = {base: self.ghost, self.head: self.end}
         for n, c in module.named_children():
-            inside = any(m is base for m in c.modules())
-            ghost._modules[n] = (
-                self.ghost
-                if c is base
-                else self.end
-                if c is self.head
-                else self._around(c, base)
-                if inside
-                else bare(c)
-            )
+            if c in stands_in:
+                ghost._modules[n] = stands_in[c]
+            else:
+                ghost._modules[n] = self._around(c, base) if base in c.modules() else bare(c)
         return ghost
 
     def _sample(self, tokens: int) -> Tensor:

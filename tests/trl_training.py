@@ -21,6 +21,7 @@ from trl.trainer import grpo_trainer
 
 from longstraw_dist.integrations.trl import LongStrawGRPOConfig, LongStrawGRPOTrainer
 from longstraw_dist.integrations.trl import trainer as ours
+from longstraw_dist.wrapping import is_zero3
 
 from .models import tiny
 from .trl_fixtures import prompts, reward, tokenizer
@@ -174,7 +175,7 @@ def weights_of(trainer) -> dict[str, Tensor]:
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     """The same of a model that has no optimizer."""
-    if any(hasattr(p, "ds_id") for p in model.parameters()):
+    if any(is_zero3(p) for p in model.parameters()):
         import deepspeed
 
         with deepspeed.zero.GatheredParameters(list(model.parameters())):

@@ -24,21 +24,12 @@ from torch.distributed.tensor import DTensor
 
 from longstraw_dist import LongStrawConfig
 
-from ..models import ragged, tiny, weigh
+from ..models import tiny
 from ..reference import relative
-from .wrappings import Wrapped, shared_folder, wrap
+from .wrappings import Wrapped, shared_folder, train, wrap
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)
-SHAPES = [[(11, (4, 2)), (1, (3,))], [(19, (1, 5, 3))]]
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
-
-
-def train(wrapped: Wrapped, seed: int) -> None:
-    rank = dist.get_rank()
-    with wrapped.micro_batch_of_step():
-        out = wrapped(prompt_groups=ragged(seed + rank, SHAPES[rank]), temperature=0.7)
-        wrapped.backward(0.05 * weigh(out.logps, out.entropies, seed) + out.anchor)
-    wrapped.step()
 
 
 def make(name: str, seed: int, tied: bool = False, **settings) -> Wrapped:

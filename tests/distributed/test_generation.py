@@ -16,9 +16,8 @@ from longstraw_dist.meter import count_collectives
 
 from ..models import ragged, tiny, weigh
 from ..reference import relative
-from .wrappings import ZERO, Wrapped, wrap
+from .wrappings import SHAPES, ZERO, Wrapped, wrap
 
-SHAPES = [[(11, (4, 2)), (1, (3,))], [(19, (1, 5, 3))]]
 PROMPT = torch.arange(5, 14)[None]
 STEPS = 4
 

@@ -8,19 +8,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from longstraw_dist import LongStrawConfig
 
-from ..models import ragged, tiny, weigh
+from ..models import ragged, tiny
 from ..reference import relative
-from .wrappings import SHARDED, WRAPPINGS, Wrapped, wrap
-
-SHAPES = [[(11, (4, 2)), (1, (3,))], [(19, (1, 5, 3))]]
-
-
-def train(wrapped: Wrapped, seed: int) -> None:
-    rank = dist.get_rank()
-    with wrapped.micro_batch_of_step():
-        out = wrapped(prompt_groups=ragged(seed + rank, SHAPES[rank]), temperature=0.7)
-        wrapped.backward(0.05 * weigh(out.logps, out.entropies, seed) + out.anchor)
-    wrapped.step()
+from .wrappings import SHARDED, WRAPPINGS, Wrapped, train, wrap
 
 
 def saved(wrapped: Wrapped, name: str) -> dict[str, Tensor]:

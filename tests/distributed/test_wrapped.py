@@ -329,12 +329,12 @@ def test_parity_of_all(two_ranks, record_property, name, kind, tied, mode, long)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("frozen", ["none", "adapters"])
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if kind not in ("llama", "mistral", "qwen3")])
-@pytest.mark.parametrize("name", WRAPPINGS)
+@pytest.mark.parametrize(
+    ("name", "frozen"),  # zero.Init builds the model from its config alone, which knows no adapters
+    [pair for pair in itertools.product(WRAPPINGS, ("none", "adapters")) if pair != ("zero3_init", "adapters")],
+)
 def test_parity_of_each_type(two_ranks, record_property, name, kind, frozen):
-    if name == "zero3_init" and frozen == "adapters":
-        pytest.skip("zero.Init builds the model from its config alone")
     check(
         two_ranks,
         record_property,

@@ -23,10 +23,15 @@ from transformers import PreTrainedModel
 
 from longstraw_dist import LongStrawConfig, attach
 
+from ..models import ragged, weigh
+
 ZERO = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_init": 3, "zero3_from_pretrained": 3}
 SHARDED = ("zero3", "zero3_init", "fsdp2", "fsdp2_one_group", "fsdp2_accelerate")
 SGD = functools.partial(torch.optim.SGD, lr=1e-2)
 WRAPPINGS = ("ddp", "zero1", "zero2", "zero3", "zero3_init", "fsdp2", "fsdp2_one_group", "fsdp2_accelerate")
+
+
+SHAPES = [[(11, (4, 2)), (1, (3,))], [(19, (1, 5, 3))]]  # of each of two ranks' groups, for `train`
 
 
 class Wrapped:
@@ -132,6 +137,15 @@ class ZeRO(Wrapped):
             p.ds_status == ZeroParamStatus.NOT_AVAILABLE and p.numel() == 0 and p.ds_tensor.numel() < p.ds_numel
             for p in parameters
         )
+
+
+def train(wrapped: Wrapped, seed: int) -> None:
+    """One optimizer step of one micro-batch, on two ranks."""
+    rank = dist.get_rank()
+    with wrapped.micro_batch_of_step():
+        out = wrapped(prompt_groups=ragged(seed + rank, SHAPES[rank]), temperature=0.7)
+        wrapped.backward(0.05 * weigh(out.logps, out.entropies, seed) + out.anchor)
+    wrapped.step()
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
