@@ -131,3 +131,6 @@ ARCHITECTURES = {
         },
     ),
 }
+
+# What the stock model needs to continue from its own cache: minimax counts the tokens in its first layer's keys.
+CACHED = {"minimax": {"layer_types": ["full_attention", "linear_attention", "full_attention"]}}

@@ -1,75 +1,107 @@
 """The slow, plain reference: the stock model, one response at a time, in one process. Far too slow for training.
 
-`detached` and `last:N` are stock rows too, in which the keys and values of the captured prompt tokens are detached in
-every layer that is not exact, and the prompt's hidden states where the exact layers begin.
+For `detached` and `last:N` a row is run in two calls, as transformers generates: the captured prompt tokens, then the
+response on the cache that they left, whose tensors are constants in every layer that is not exact. So are the prompt's
+hidden states where the exact layers begin.
 """
 
 import contextlib
+import inspect
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
-from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as softcapped
+from torch.nn import functional
+from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from longstraw_dist import PromptGroup
 
-CUT = {"tokens": 0, "layers": 0}  # captured tokens of the row that runs, and the number of detached layers
 
-
-def cut_attention(module, query, key, value, mask, **kwargs):
-    if module.layer_idx < CUT["layers"]:
-        t = CUT["tokens"]
-        key, value = (torch.cat([x[:, :, :t].detach(), x[:, :, t:]], 2) for x in (key, value))
-    if kwargs.get("softcap") is not None:
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril() if mask is None else mask
-        return softcapped(module, query, key, value, torch.zeros(mask.shape).masked_fill(~mask, -torch.inf), **kwargs)
-    return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
-
-
-AttentionInterface.register("cut", cut_attention)
-AttentionMaskInterface.register("cut", sdpa_mask)
-
-
-@contextlib.contextmanager
-def cut_prompt(model: nn.Module, detached_layers: int):
-    """Stock rows of `model` are cut below `model.layers[detached_layers]`."""
-    if detached_layers == 0:  # nothing to cut: the model as it is
-        yield
-        return
-    before = model.config._attn_implementation
-    model.config._attn_implementation = "cut"
-    layers = model.get_decoder().layers
-
-    def cut_hidden(module, args):
-        t = CUT["tokens"]
-        return (torch.cat([args[0][:, :t].detach(), args[0][:, t:]], 1), *args[1:])
-
-    exact = layers[detached_layers : detached_layers + 1] if detached_layers else []
-    hooks = [layer.register_forward_pre_hook(cut_hidden) for layer in exact]
-    CUT["layers"] = detached_layers
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = before
-        for hook in hooks:
-            hook.remove()
-
-
-def stock_rows(model: nn.Module, groups: list[PromptGroup], temperature: float = 1.0):
-    """Log-probs and entropies, `[R_i]` each, from one forward of prompt + response for each response."""
+def stock_rows(model: nn.Module, groups: list[PromptGroup], temperature: float = 1.0, detached: int = 0):
+    """Log-probs and entropies, `[R_i]` each, from one forward of prompt + response for each response. In the first
+    `detached` layers the state of the prompt is a constant."""
     logps: list[Tensor] = []
     entropies: list[Tensor] = []
     for group in groups:
         for response in group.response_ids:
-            CUT["tokens"] = p = len(group.prompt_ids) - 1
-            logits = model(input_ids=torch.cat([group.prompt_ids, response])[None]).logits[0, p : p + len(response)]
+            p = len(group.prompt_ids) - 1
+            ids = torch.cat([group.prompt_ids, response])[None]
+            logits = cut_row(model, ids, p, detached) if detached and p else model(input_ids=ids).logits[:, p:]
+            logits = logits[0, : len(response)]
             high = torch.promote_types(logits.dtype, torch.float32)
             log_p = (logits.to(high) / temperature).log_softmax(-1)
             logps.append(log_p.gather(-1, response[:, None])[:, 0])
             entropies.append(-(log_p.exp() * log_p).sum(-1))
     return logps, entropies
+
+
+def cut_row(model: Any, ids: Tensor, captured: int, detached: int) -> Tensor:
+    """`[1, N - captured, V]`: logits behind the first `captured` tokens, which the first layers see as constants."""
+    layers = model.get_decoder().layers
+    with continued_states(layers[0]):
+        hooks = [layer.register_forward_pre_hook(cut_hidden) for layer in layers[detached : detached + 1]]
+        # zamba2 hands its embeddings to every layer: they come from below the exact ones
+        hooks.append(model.get_input_embeddings().register_forward_hook(lambda module, args, out: out.detach()))
+        cache = model(input_ids=ids[:, :captured], use_cache=True).cache
+        for hook in hooks:
+            hook.remove()
+        for layer in cache.layers[:detached]:
+            vars(layer).update({name: constant(state) for name, state in vars(layer).items()})
+        if "linear_cache" in vars(cache):  # minimax
+            cache.linear_cache[:detached] = [constant(state) for state in cache.linear_cache[:detached]]
+        cache.activate_past_recording()  # keeps others from it
+        # one token more, that nothing sees: some layers write in place where there is one
+        behind = torch.cat([ids[:, captured:], ids[:, -1:]], 1)
+        positions = torch.arange(captured, captured + behind.shape[1])[None]  # bamba counts from its cache wrongly
+        given = {"position_ids": positions} if "position_ids" in inspect.signature(model.forward).parameters else {}
+        return model(input_ids=behind, cache=cache, use_cache=True, **given).logits
+
+
+def cut_hidden(module: nn.Module, args: tuple) -> tuple:
+    return (args[0].detach(), *args[1:])
+
+
+def constant(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: constant(t) for key, t in state.items()}
+    return state.detach() if isinstance(state, Tensor) else state
+
+
+@contextlib.contextmanager
+def continued_states(layer: nn.Module) -> Iterator[None]:
+    """The stock cache assigns a recurrent state where it would write in place, and a selective scan begins at the one
+    that its layer has just read, where the stock one begins at zero."""
+    read = Cache.get_recurrent_state
+    begin: list[Tensor | None] = []
+    names, scan = vars(sys.modules[type(layer).__module__]), "mamba_selective_scan"
+
+    def reading(*args, **kwargs):
+        begin[:] = [read(*args, **kwargs)]
+        return begin[0]
+
+    def assign(self, state, state_idx=0, **kwargs):
+        self.recurrent_states[state_idx] = state
+        return state
+
+    def scanned(x, dt, A, B, C, D, z, delta_bias, **settings):
+        """`x, dt, z: [b, d, t]`, `A: [d, n]`, `B, C: [b, n, t]`"""
+        dt = functional.softplus(dt + delta_bias[:, None])
+        h = torch.zeros(*x.shape[:2], A.shape[1], dtype=x.dtype) if begin[0] is None else begin[0]
+        y = []
+        for t in range(x.shape[2]):
+            h = torch.exp(A * dt[:, :, t, None]) * h + dt[:, :, t, None] * B[:, None, :, t] * x[:, :, t, None]
+            y.append((h * C[:, None, :, t]).sum(-1) + D * x[:, :, t])
+        return torch.stack(y, -1) * functional.silu(z), h
+
+    with (
+        mock.patch.object(Cache, "get_recurrent_state", reading),
+        mock.patch.object(LinearAttentionLayer, "update_recurrent_state", assign),
+        mock.patch.dict(names, {scan: scanned} if scan in names else {}),
+    ):
+        yield
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:

@@ -12,7 +12,7 @@ from longstraw_dist import LongStrawConfig, attach
 from longstraw_dist.attach import attachment_of
 
 from .models import adapted, drift, ragged, spread, tiny, weigh
-from .reference import cut_prompt, gradients, relative, stock_rows, worst
+from .reference import gradients, relative, stock_rows, worst
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ADAPTERS = {
@@ -34,9 +34,8 @@ def check(model, config=None, groups=None):
     """Ours against the stock rows of the same model; only trainable parameters have a gradient."""
     config, groups = config or LongStrawConfig(prompt_chunk_size=8), groups or ragged()
     layers = model.config.num_hidden_layers
-    with cut_prompt(model, {"exact": 0, "detached": layers}[config.prompt_grad]):
-        logps, entropies = stock_rows(model, groups)
-        weigh(logps, entropies).backward()
+    logps, entropies = stock_rows(model, groups, detached={"exact": 0, "detached": layers}[config.prompt_grad])
+    weigh(logps, entropies).backward()
     reference = {n: g for n, g in gradients(model).items() if g is not None}
     model.zero_grad()
     assert attach(model, config) is model

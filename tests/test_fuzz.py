@@ -10,7 +10,7 @@ from longstraw_dist import LongStrawConfig, PromptGroup, attach
 from longstraw_dist.config import exact_layers
 
 from .models import MODELS, adapted, tiny, tokens
-from .reference import cut_prompt, gradients, relative, stock_rows, worst
+from .reference import gradients, relative, stock_rows, worst
 
 LAYERS = 3
 ZERO = 1e-12  # what is left of a query's gradient where one key alone is seen
@@ -88,11 +88,10 @@ def test_a_random_batch(draw):
     model, config, groups = draw_model(dice), draw_config(dice), draw_groups(dice)
     temperature, loss_seed = dice.choice([1.0, 0.7, 1.6]), dice.randrange(10**6)
 
-    with cut_prompt(model, LAYERS - exact_layers(config.prompt_grad, LAYERS)):
-        logps, entropies = stock_rows(model, groups, temperature)
-        loss = weigh(logps, entropies, random.Random(loss_seed))
-        if loss.requires_grad:
-            loss.backward()
+    logps, entropies = stock_rows(model, groups, temperature, LAYERS - exact_layers(config.prompt_grad, LAYERS))
+    loss = weigh(logps, entropies, random.Random(loss_seed))
+    if loss.requires_grad:
+        loss.backward()
     zero = {n: torch.zeros_like(p) for n, p in model.named_parameters() if p.requires_grad}
     reference = {n: zero[n] if g is None else g for n, g in gradients(model).items() if n in zero}
     model.zero_grad()

@@ -7,14 +7,13 @@ from longstraw_dist import LongStrawConfig, attach
 from longstraw_dist.config import exact_layers
 
 from .models import MODELS, ragged, tiny, weigh
-from .reference import cut_prompt, gradients, relative, stock_rows, worst
+from .reference import gradients, relative, stock_rows, worst
 
 
 def check(model, groups, config, temperature=0.7, bar=1e-5):
     layers = model.config.num_hidden_layers
-    with cut_prompt(model, layers - exact_layers(config.prompt_grad, layers)):
-        logps, entropies = stock_rows(model, groups, temperature)
-        weigh(logps, entropies).backward()
+    logps, entropies = stock_rows(model, groups, temperature, layers - exact_layers(config.prompt_grad, layers))
+    weigh(logps, entropies).backward()
     reference = gradients(model)
     model.zero_grad()
 

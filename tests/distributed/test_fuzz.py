@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from longstraw_dist.config import exact_layers
 
-from ..reference import cut_prompt, relative, stock_rows, worst
+from ..reference import relative, stock_rows, worst
 from ..test_fuzz import LAYERS, draw_config, draw_groups, draw_model, weigh
 from .wrappings import SHARDED, wrap
 
@@ -51,10 +51,10 @@ def reference(model, config, draw: int, batch: int, world: int) -> dict[str, tor
     model.zero_grad()
     for rank in range(world):
         groups, temperature, seed = draw_batch(draw, batch, rank)
-        with cut_prompt(model, LAYERS - exact_layers(config.prompt_grad, LAYERS)):
-            loss = weigh(*stock_rows(model, groups, temperature), random.Random(seed))
-            if loss.requires_grad:
-                (loss / world).backward()
+        rows = stock_rows(model, groups, temperature, LAYERS - exact_layers(config.prompt_grad, LAYERS))
+        loss = weigh(*rows, random.Random(seed))
+        if loss.requires_grad:
+            (loss / world).backward()
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained.items()}
 

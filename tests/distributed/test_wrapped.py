@@ -17,7 +17,7 @@ from longstraw_dist import LongStrawConfig
 from longstraw_dist.config import exact_layers
 
 from ..models import MODELS, adapted, ragged, tiny, weigh
-from ..reference import cut_prompt, relative, stock_rows, worst
+from ..reference import relative, stock_rows, worst
 from .launch import Ranks
 from .wrappings import WRAPPINGS, ZERO, or_zeros, trainable, wrap
 
@@ -101,11 +101,11 @@ def reference(kind, tied, mode, optimizer, accumulation, clip, frozen, one_term,
     all_gradients = []
     for step in range(STEPS):
         for micro, rank in itertools.product(range(accumulation), range(world)):
-            with cut_prompt(model, layers - exact_layers(mode, layers)):
-                rows = stock_rows(model, groups_of(rank, world, step, micro), 0.7)
-                loss = loss_of(*rows, rank, step, micro, one_term)
-                if isinstance(loss, Tensor):
-                    (loss / world / accumulation).backward()
+            groups = groups_of(rank, world, step, micro)
+            rows = stock_rows(model, groups, 0.7, layers - exact_layers(mode, layers))
+            loss = loss_of(*rows, rank, step, micro, one_term)
+            if isinstance(loss, Tensor):
+                (loss / world / accumulation).backward()
         all_gradients.append({n: or_zeros(p.grad, p) for n, p in model.named_parameters() if p.requires_grad})
         if clip is not None:
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
