@@ -26,6 +26,7 @@ from transformers.cache_utils import (
 
 from .attention import prefix_attention
 from .groups import Segment
+from .indexer import find_indexer
 from .scan import namespace_of_scan
 from .traits import Traits
 
@@ -123,6 +124,7 @@ class Blueprint:
                     attends=type(cache) in (DynamicLayer, DynamicSlidingWindowLayer),
                     joined="kv_lora_rank" in self.config.to_dict(),
                     indexed=indexed,
+                    indexer=find_indexer(layer) if indexed else None,
                     stacked=isinstance(cache, LinearAttentionCacheLayerMixin),
                     router=find_router(layer, recorded),
                     scan=namespace_of_scan(layer),

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from .attention import prefix_attention
 from .failures import Place
 from .groups import Packed, Segment
+from .indexer import blocks_of_queries
 from .meter import Meter
 from .scan import continued_scans
 from .state import Captured, PromptState, View
@@ -174,8 +175,10 @@ class LayerOperation(torch.autograd.Function):
 def run(layer: Layer, stock: Callable, segment: Segment, x: Tensor, view: View) -> Tensor | None:
     """The stock layer on one segment, with the prompt's state for its cache; `None` if only its state is wanted."""
     layer.call.place.at(layer.name, segment)
-    swapped = prefix_attention(layer.call.config, view), continued_scans(layer.traits.scan)
-    with swapped[0], swapped[1], contextlib.suppress(Captured):
+    with contextlib.ExitStack() as ours, contextlib.suppress(Captured):
+        ours.enter_context(prefix_attention(layer.call.config, view))
+        ours.enter_context(continued_scans(layer.traits.scan))
+        ours.enter_context(blocks_of_queries(layer.traits.indexer))
         args, kwargs = segment.calls[layer.index]
         kwargs = kwargs | {name: segment.relay.get(name) for name in layer.traits.relay}
         if layer.traits.indexed:

@@ -12,7 +12,8 @@ class Traits:
     Args:
         attends (`bool`): its state is keys and values and nothing else.
         joined (`bool`): it makes keys and values of latents, those of the past included; latents are the state.
-        indexed (`bool`): it chooses the keys that it attends to, and takes a mask for it.
+        indexed (`bool`): it attends to chosen keys, and takes a mask for it.
+        indexer (`nn.Module`, *optional*): its module that chooses them, if it has one of its own.
         stacked (`bool`): it has a recurrence, so that the responses of a replay must lie side by side.
         router (`tuple[nn.Module, int]`, *optional*): its router, and where in its output the logits are.
         scan (`dict`, *optional*): where its code looks up the scan that stands to be replaced: scan.py.
@@ -24,6 +25,7 @@ class Traits:
     attends: bool
     joined: bool = False
     indexed: bool = False
+    indexer: nn.Module | None = None
     stacked: bool = False
     router: tuple[nn.Module, int] | None = None
     scan: dict[str, Any] | None = None

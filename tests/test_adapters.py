@@ -7,6 +7,8 @@ import peft
 import pytest
 import torch
 from peft.tuners.lora.config import MontecloraConfig, VeloraConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from longstraw_dist import LongStrawConfig, attach
 from longstraw_dist.attach import attachment_of
@@ -26,6 +28,13 @@ ADAPTERS = {
     ),
     "embedding and head adapted": ("llama", {"target_modules": ["embed_tokens", "lm_head", "v_proj"]}),
     "bias": ("qwen2", {"target_modules": ATTENTION, "bias": "all"}),
+    "delta rule": ("olmo_hybrid", {"target_modules": "all-linear"}),
+    "state space": ("nemotron_h", {"target_modules": ["in_proj", "q_proj", "up_proj"]}),
+    "selective scan": ("jamba", {"target_modules": ["in_proj", "q_proj", "gate_proj"]}),
+    "state space beside attention": ("falcon_h1", {"target_modules": ["in_proj", "q_proj", "down_proj"]}),
+    "convolution": ("lfm2", {"target_modules": ["in_proj", "out_proj", "w1"]}),
+    "latents": ("deepseek_v3", {"target_modules": "all-linear"}),
+    "chosen keys": ("glm_moe_dsa", {"target_modules": ["q_a_proj", "q_b_proj", "kv_b_proj", "o_proj"]}),
     "experts": ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}),
 }
 
@@ -216,3 +225,29 @@ def test_float32_adapters_in_a_bfloat16_model():
         ratios.append(relative(found[2], found[0]) / relative(found[1], found[0]))
     print("bf16 with float32 adapters: ours over stock", ratios)
     assert statistics.median(ratios) <= 1.1
+
+
+def test_frozen_experts_cost_no_gradient():
+    """No tensor of their size is made in backward: neither a gradient nor a buffer for its sum."""
+    model = attach(adapted(tiny("glm_moe_dsa", n_routed_experts=32), target_modules=["q_b_proj", "o_proj"]))
+    sizes = {p.numel() for n, p in model.named_parameters() if "mlp.experts" in n}
+    made = []
+
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            made.extend((func, t.shape) for t in tree_leaves(out) if isinstance(t, torch.Tensor) if is_new(t))
+            return out
+
+    experts = {p.untyped_storage().data_ptr() for n, p in model.named_parameters() if "mlp.experts" in n}
+    is_new = lambda t: t.numel() in sizes and t.untyped_storage().data_ptr() not in experts  # noqa: E731
+    out = model(prompt_groups=ragged())
+    with Made():
+        weigh(out.logps, out.entropies).backward()
+    assert not made
+    for p in model.parameters():
+        p.requires_grad_()
+    out = model(prompt_groups=ragged())
+    with Made():
+        weigh(out.logps, out.entropies).backward()
+    assert made, "trained ones cost one"

@@ -9,8 +9,9 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from longstraw_dist import LongStrawConfig, PromptGroup, attach
+from longstraw_dist import LongStrawConfig, PromptGroup, attach, indexer
 from longstraw_dist.config import exact_layers
 
 from .architectures import ARCHITECTURES, CACHED
@@ -104,3 +105,26 @@ def test_a_text_model_inside_of_another(record_property):
     record_property("errors", found)
     for error, own, bar in zip(found, noise, (1e-5, 1e-5, 3e-4), strict=True):
         assert error <= max(bar, 2 * own)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+def test_index_scores_in_blocks(kind, monkeypatch):
+    """The scores that are alive at once are bounded, and the choice is that of all of them together."""
+    largest = []
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.relu.default:
+                largest.append(out.numel())
+            return out
+
+    model, groups = tiny(kind), ragged()
+    stock = run(model, stock_rows(model, groups, 0.7))
+    monkeypatch.setattr(indexer, "SCORES", 32 * 100)
+    attach(model, LongStrawConfig(prompt_chunk_size=16))
+    with Largest():
+        out = model(prompt_groups=groups, temperature=0.7)
+    found = errors(run(model, (out.logps, out.entropies)), stock)
+    assert max(largest) <= 32 * 100
+    assert all(error <= bar for error, bar in zip(found, (1e-5, 1e-5, 3e-4), strict=True))

@@ -33,7 +33,7 @@ def state_of(layer: Layer, segment: Segment, config) -> dict[str, torch.Tensor]:
         enough.add("index")
     view = View({}, segment, frozenset(enough), layer.traits.joined)
     x = torch.empty(1, segment.tokens, config.hidden_size, dtype=torch.bfloat16, device="meta")
-    with mock.patch.object(torch, "is_autocast_enabled", lambda device: False):  # it does not know the meta device
+    with mock.patch.object(torch, "is_autocast_enabled", return_value=False):
         run(layer, layer.module.forward, segment, x, view)
     return view.new
 

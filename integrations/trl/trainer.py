@@ -17,7 +17,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
 from torch import Tensor
-from transformers import PreTrainedModel, ProcessorMixin
+from transformers import AutoTokenizer, PreTrainedModel, ProcessorMixin
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
@@ -70,12 +70,12 @@ class LongStrawGRPOTrainer(GRPOTrainer):
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = LongStrawGRPOConfig(f"{name.split('/')[-1]}-GRPO")
         refuse_inexact(args, processing_class, train_dataset, eval_dataset, kwargs)
+        if processing_class is None:
+            processing_class = tokenizer_of(model, args)
         self.phases = Phases()
         self._step_ended = True  # the next micro-batch is the first of an optimizer step
         self._reference: Attachment | None = None
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
-        if self._is_vlm:
-            raise ValueError("image inputs are not supported: pass a tokenizer, not a processor, as processing_class.")
         if not is_attached(self.model):
             attach(self.model, args.longstraw())
         self._attachment = attachment_of(self.model)
@@ -304,6 +304,18 @@ def refuse_apart(processes: int, kind: DistributedType) -> None:
             "train apart. On a CPU start with configs/accelerate/zero3_cpu.yaml, DS_ACCELERATOR=cpu and "
             "ddp_backend=gloo."
         )
+
+
+def tokenizer_of(model: "str | PreTrainedModel", args: Any) -> Any:
+    """The tokenizer alone, where the parent would take a model of text and images for one that is given images."""
+    revision = (args.model_init_kwargs or {}).get("revision") if isinstance(model, str) else None
+    return AutoTokenizer.from_pretrained(
+        model if isinstance(model, str) else get_config_model_id(model.config),
+        revision=revision,
+        truncation_side="left",
+        padding_side="left",
+        trust_remote_code=args.trust_remote_code,
+    )
 
 
 def refuse_inexact(args, processing_class, train_dataset, eval_dataset, kwargs: dict[str, Any]) -> None:

@@ -52,9 +52,10 @@ class View:
         return key, value
 
     def update_indexer(self, key: Tensor, layer_idx: int) -> Tensor:
-        """Returns the index keys `[1, T, D]` of the past and of the segment."""
-        self._hand_in(index=key)
-        return torch.cat([self.past["index"], key], 1) if "index" in self.past else key
+        """Returns the index keys `[1, T, D]` of the past and of the segment so far: it comes in blocks."""
+        new = torch.cat([self.new["index"], key], 1) if "index" in self.new else key
+        self._hand_in(index=new)
+        return torch.cat([self.past["index"], new], 1) if "index" in self.past else new
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self._shared(f"conv {state_idx}")

@@ -27,12 +27,12 @@ def started() -> int:
     return sum(group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map)
 
 
-def count(name: str, tied: bool, **engine) -> list[tuple[dict[str, int], int]]:
+def count(name: str, tied: bool, kind: str = "llama", layers: int = LAYERS, **engine) -> list[tuple[dict, int]]:
     """For each of `SETTINGS`, what is counted by kind, and what gloo counts. The last rank has fewer, and in the end
     nothing."""
     rank, world = dist.get_rank(), dist.get_world_size()
     config = LongStrawConfig(prompt_chunk_size=CHUNK, responses_per_replay=1)
-    wrapped = wrap(name, lambda: tiny("llama", tied, num_hidden_layers=LAYERS), config, **engine)
+    wrapped = wrap(name, lambda: tiny(kind, tied, num_hidden_layers=layers), config, **engine)
     found = []
     for step, (responses, chunks, groups) in enumerate(SETTINGS):
         shapes = [(1 + CHUNK * chunks, tuple(range(1, 1 + responses)))] * groups
@@ -60,6 +60,25 @@ def test_collectives_of_a_micro_batch(two_ranks, record_property, name, tied):
         assert 1 <= kinds["reduce_scatter"] <= LAYERS + 3
         assert kinds["all_reduce"] == 1, "the one that lets all ranks raise what one finds wrong"
         assert kinds.keys() == {"all_gather", "reduce_scatter", "all_reduce"}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "olmo_hybrid",  # convolution and delta rule
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("gpt_oss", "deepseek_v3", "glm_moe_dsa", "minimax", "lfm2", "jamba", "falcon_h1", "qwen3_moe")
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", ["zero3", "fsdp2"])
+def test_collectives_of_each_kind_of_state(two_ranks, name, kind):
+    """Free of groups, responses and chunks too, at the numbers of a model of keys and values."""
+    plain = two_ranks.run(count, name, False, layers=3)
+    for found, expected in zip(two_ranks.run(count, name, False, kind, layers=3), plain, strict=True):
+        assert [kinds for kinds, _ in found[2:]] == [kinds for kinds, _ in expected[2:]]
+        assert all(sum(kinds.values()) == total for kinds, total in found), f"some are not seen: {found}"
 
 
 FEATURES = [  # with the all-reduces of a micro-batch
