@@ -81,6 +81,17 @@ def tiny(kind: str, tied: bool = False, seed: int = 0, dtype: torch.dtype = torc
     return model.to(dtype).train()
 
 
+def inside_of_another(**overrides):
+    """What Qwen3.5 and 3.6 are released as, in little: `qwen3_5_text` beside a model of images."""
+    text = tiny("qwen3_5_text", **overrides).config.to_dict()
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32}
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
+    model = transformers.Qwen3_5ForConditionalGeneration(config)
+    spread(model, 0)
+    moderate(model)
+    return model.train()
+
+
 @torch.no_grad()
 def spread(model: nn.Module, seed: int) -> None:
     """Matrices of singular values around 1, norms around 1: attention looks far, and every parameter counts."""

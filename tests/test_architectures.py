@@ -8,14 +8,13 @@ from unittest import mock
 
 import pytest
 import torch
-import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longstraw_dist import LongStrawConfig, PromptGroup, attach, indexer
 from longstraw_dist.config import exact_layers
 
 from .architectures import ARCHITECTURES, CACHED
-from .models import moderate, ragged, spread, tiny, weigh
+from .models import inside_of_another, ragged, tiny, weigh
 from .reference import gradients, relative, stock_rows, worst
 
 DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
@@ -90,12 +89,7 @@ def test_the_state_matters(kind):
 
 def test_a_text_model_inside_of_another(record_property):
     """The released Qwen3.5 and 3.6 checkpoints, with text prompts."""
-    text = tiny("qwen3_5_text").config.to_dict()
-    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32}
-    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
-    model, groups = transformers.Qwen3_5ForConditionalGeneration(config).train(), ragged()
-    spread(model, 0)
-    moderate(model)
+    model, groups = inside_of_another(), ragged()
     stock = run(model, stock_rows(model, groups, 0.7))
     with delta_rule_in_chunks(model, 8):
         noise = errors(run(model, stock_rows(model, groups, 0.7)), stock)

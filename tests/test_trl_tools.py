@@ -9,8 +9,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from trl.chat_template_utils import qwen3_chat_template
 
-from .trl_comparison import compare, rows, train_both
-from .trl_training import save_models
+from longstraw_dist.integrations.trl import LongStrawGRPOTrainer
+
+from .models import inside_of_another
+from .trl_comparison import SGD, compare, rows, train_both
+from .trl_training import norm, save_models, train
 
 PLACES = ["a town", "a hill", "a river", "the sea", "a road", "a mill"]
 
@@ -119,3 +122,18 @@ def test_tools(folder, record_property, case):
     assert any(
         "You are at" in text for text in ours.trainer._tokenizer.batch_decode(ours.batches[0]["prompt_ids"])
     ) == (case == "an environment")
+
+
+def test_tools_of_a_text_model_inside_of_another(tmp_path):
+    """Named by its path, as released: the longest context is the text model's."""
+    tok = chat_tokenizer()
+    inside_of_another(vocab_size=len(tok), max_position_embeddings=2048).save_pretrained(tmp_path / "policy")
+    tok.save_pretrained(tmp_path / "policy")
+    given = {"rollout_func": None, "processing_class": tok, "reward_funcs": score, "tools": [look]}
+    options = {**SGD, "max_completion_length": 300, "max_steps": 2}
+    model = str(tmp_path / "policy")
+    ours = train(
+        LongStrawGRPOTrainer, tmp_path, model=model, dataset=conversations(), prepare=speak, arguments=given, **options
+    )
+    assert ours.log[0]["tools/call_frequency"] == pytest.approx(0.75)
+    assert min(norm(g) for g in ours.gradients) > 1e-2

@@ -44,6 +44,7 @@ OPTIONS: dict[str, Any] = {
     "save_strategy": "no",
     "disable_tqdm": True,
 }
+APART = ("indexer", "visual")  # parameters without a gradient, stock's too
 CHUNKS = {"prompt_chunk_size": 7, "responses_per_replay": 3, "head_chunk_size": 4}  # several of each
 
 
@@ -146,7 +147,11 @@ class KeepGradients(TrainerCallback):
         else:
             read = full_gradient
         policy = policy_of(self.run.trainer)
-        found = {n: read(p) for n, p in policy.named_parameters() if p.requires_grad and "indexer" not in n}
+        found = {
+            n: read(p)
+            for n, p in policy.named_parameters()
+            if p.requires_grad and not any(part in n for part in APART)
+        }
         self.run.gradients.append({n: g.clone() for n, g in found.items()})
 
 

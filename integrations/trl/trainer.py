@@ -76,6 +76,8 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         self._step_ended = True  # the next micro-batch is the first of an optimizer step
         self._reference: Attachment | None = None
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
+        if (text := self._inner_text_config) is not None:  # the parent looks beside it, having got a tokenizer
+            self.model.config.max_position_embeddings = text.max_position_embeddings
         if not is_attached(self.model):
             attach(self.model, args.longstraw())
         self._attachment = attachment_of(self.model)
@@ -107,7 +109,15 @@ class LongStrawGRPOTrainer(GRPOTrainer):
             self._reference = attachment_of(attach(model, self.args.longstraw()))
         self._ref_model = model
 
+    @property
+    def _inner_text_config(self) -> Any:
+        """Of a model of text and images; of one of text alone `None`."""
+        text = self.model.config.get_text_config()
+        return None if text is self.model.config else text
+
     def create_accelerator_and_postprocess(self):
+        if self._inner_text_config is not None and self.args.ddp_find_unused_parameters is None:
+            self.args.ddp_find_unused_parameters = True  # as the parent does: what reads images has no gradient
         super().create_accelerator_and_postprocess()
         refuse_apart(self.accelerator.num_processes, self.accelerator.distributed_type)
         if not self.is_fsdp_enabled:
