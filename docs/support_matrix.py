@@ -1,57 +1,34 @@
-"""Writes the support matrix into the README, from what the models do here and now: `python docs/support_matrix.py`.
+"""Writes docs/support.md, and its short form in the README, from what the parity tests have recorded:
 
-Each type is attached at a tiny size and held against the stock model run one response at a time, in float32: the
-largest difference of a log-prob, and the relative error of the whole gradient, for an exact and for a detached prompt.
-The state is measured too: the bytes that a layer of the tiny model keeps of a prompt token, or in one page.
-With `--check` it fails if the README says otherwise (as to types and states; the errors vary with the machine).
+    python -m pytest -m "slow or not slow" tests/test_parity.py tests/test_architectures.py --junitxml parity.xml
+    python -m pytest -m "slow or not slow" tests/distributed/test_wrapped.py --junitxml wrapped.xml
+    python docs/support_matrix.py parity.xml wrapped.xml
+
+A figure is the largest of the tests of its type that passed; a type or a mode without one stays empty, and a failed
+test of parity ends the script. States and their bytes are measured here and now, at the tests' tiny sizes.
 """
 
 import argparse
-import re
 import sys
+import xml.etree.ElementTree as ET
+from collections import defaultdict
 from pathlib import Path
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # tests/ holds the models and the reference
+sys.path.insert(0, str(Path(__file__).parents[1]))  # tests/ holds the models
 
 import torch
 
-from longstraw_dist import LongStrawConfig, attach
+from longstraw_dist import attach
 from longstraw_dist.attach import attachment_of
 from longstraw_dist.state import PromptState
 from longstraw_dist.state.pages import Carry, Grow, Window
-from longstraw_dist.support import SUPPORTED
-from tests.architectures import ARCHITECTURES, CACHED
-from tests.models import MODELS, ragged, tiny, weigh
-from tests.reference import gradients, relative, stock_rows
+from longstraw_dist.support import REFUSED, SUPPORTED
+from tests.models import ALL, TIED, ragged, tiny
 
-README = Path(__file__).parents[1] / "README.md"
-MARKS = "<!-- support matrix: python docs/support_matrix.py -->", "<!-- end of support matrix -->"
-COLUMNS = (
-    "`model_type`",
-    "prompt state",
-    "bytes in a layer",
-    "log-probs",
-    "exact",
-    "detached (see below)",
-)
-HEADER = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|\n"
-
-
-def error(kind: str, mode: str) -> tuple[float, float]:
-    """Largest log-prob difference and relative gradient error against stock rows, cut where `mode` cuts."""
-    overrides = {} if mode == "exact" else CACHED.get(kind, {})
-    model, groups = build(kind, **overrides), ragged()
-    logps, entropies = stock_rows(model, groups, detached=0 if mode == "exact" else model.config.num_hidden_layers)
-    weigh(logps, entropies).backward()
-    reference = {n: g for n, g in gradients(model).items() if g is not None}
-    model.zero_grad()
-    out = attach(model, LongStrawConfig(prompt_grad=mode, prompt_chunk_size=7))(prompt_groups=groups)
-    weigh(out.logps, out.entropies).backward()
-    difference = max((a - b).abs().max().item() for a, b in zip(out.logps, logps, strict=True) if len(a))
-    return difference, relative({n: g for n, g in gradients(model).items() if g is not None}, reference)
-
-
+ROOT = Path(__file__).parents[1]
+MARKS = "<!-- support matrix: python docs/support_matrix.py -->\n", "<!-- end of support matrix -->\n"
+MODES = ("exact", "last:2", "detached")
 NAMES = {  # what a layer hands to its cache -> how the field calls it
     "keys": "K, V",
     "index": "index keys",
@@ -59,6 +36,27 @@ NAMES = {  # what a layer hands to its cache -> how the field calls it
     "recurrent": "recurrence",
     "linear": "recurrence",
 }
+INSIDE = {"qwen3_5": "qwen3_5_text"}  # a model of text and images -> the text model that runs
+
+
+def results(files: list[Path]) -> tuple[dict[str, dict[str, tuple[float, float]]], dict[str, set[str]]]:
+    """type -> mode -> the largest error of a log-prob and of a whole gradient; type -> wrappings."""
+    errors: dict = defaultdict(dict)
+    wrappings: dict = defaultdict(set)
+    for case in (case for file in files for case in ET.parse(file).iter("testcase")):
+        found = {p.get("name"): p.get("value") for p in case.iter("property")}
+        if "kind" not in found or case.find("skipped") is not None:
+            continue
+        if case.find("failure") is not None or case.find("error") is not None:
+            raise SystemExit(f"{case.get('name')} failed: no matrix of a model that is not exact.")
+        kind = found["kind"]
+        if "wrapping" in found:
+            wrappings[kind].add(found["wrapping"])
+        else:
+            before = errors[kind].get(found["mode"], (0.0, 0.0))
+            now = float(found["log_prob"]), float(found["gradient"])
+            errors[kind][found["mode"]] = tuple(map(max, before, now))
+    return errors, wrappings
 
 
 def prompt_state(kind: str) -> tuple[str, str]:
@@ -75,22 +73,20 @@ def prompt_state(kind: str) -> tuple[str, str]:
         return kept(state, exact, hidden_bytes)
 
     kept = PromptState.kept
-    model = attach(build(kind))
+    model = attach(tiny(kind, tied=kind in TIED))
     with mock.patch.object(PromptState, "kept", noted), torch.no_grad():
         model(prompt_groups=ragged(shapes=((41, (3,)),)))
-    latent = "kv_lora_rank" in model.config.get_text_config().to_dict()
+    traits = attachment_of(model).blueprint.traits
     names = dict.fromkeys(
-        "latent, rope key" if name == "keys" and latent else NAMES[name.split()[0]]
+        "latent, rope key" if name == "keys" and traits[0].joined else NAMES[name.split()[0]]
         for name in seen
         if name != "values"
     )
-    traits = attachment_of(model).blueprint.traits
     if any(windows):
-        where = "in some layers " if "layer_types" in (MODELS | ARCHITECTURES)[kind][1] else ""
+        where = "" if all(windows) else "in some layers "
         names = {f"{name}, {where}of a window" if name == "K, V" else name: None for name in names}
-    layers = len(traits)
-    growing = sum(size for grows, size in seen.values() if grows) / layers
-    carried = sum(size for grows, size in seen.values() if not grows) / layers
+    growing = sum(size for grows, size in seen.values() if grows) / len(traits)
+    carried = sum(size for grows, size in seen.values() if not grows) / len(traits)
     parts = [f"{growing:.0f} a token"] * bool(growing) + [f"{carried:.0f} a page"] * bool(carried)
     return "; ".join(names), ", ".join(parts)
 
@@ -101,35 +97,61 @@ def tensors_of(pages) -> list[torch.Tensor]:
     return list(pages.pages.values() if isinstance(pages, Carry) else pages.pages)
 
 
-def build(kind: str, **overrides):
-    return tiny(kind, tied=kind == "zamba2", **overrides)  # whose blocks are shared by tying them
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def rows() -> str:
-    lines = []
+def long_form(states: dict, errors: dict, wrappings: dict) -> str:
+    """Every type, and every one that is refused."""
+    rows = []
     for kind in SUPPORTED:
-        if kind == "qwen3_5":  # Qwen3_5ForConditionalGeneration: the layers of qwen3_5_text
-            continue
-        exact = error(kind, "exact")
-        detached = f"{error(kind, 'detached')[1]:.0e}"
-        state, size = prompt_state(kind)
-        lines.append(f"| {kind} | {state} | {size} | {exact[0]:.0e} | {exact[1]:.0e} | {detached} |")
-    return HEADER + "\n".join(lines) + "\n"
+        of = INSIDE.get(kind, kind)
+        figures = [f"{errors[of][mode][1]:.0e}" if mode in errors[of] else "" for mode in MODES]
+        log_probs = f"{max(pair[0] for pair in errors[of].values()):.0e}" if errors[of] else ""
+        rows.append([kind, *states[of], log_probs, *figures, ", ".join(sorted(wrappings[of]))])
+    head = ["`model_type`", "prompt state", "bytes in a layer", "log-probs", *MODES, "held against stock when wrapped in"]
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for kind, reason in REFUSED.items():
+        by_reason[reason].append(kind)
+    refused = table(["why", "`model_type`"], [[why, ", ".join(kinds)] for why, kinds in by_reason.items()])
+    return f"{PREFACE}\n{table(head, rows)}\n{REFUSAL}\n{refused}"
+
+
+def short_form(states: dict, errors: dict) -> str:
+    """The types, by what they remember."""
+    by_state: dict[str, list[str]] = defaultdict(list)
+    for kind in SUPPORTED:
+        by_state[states[INSIDE.get(kind, kind)][0]].append(kind)
+    rows = [[state, ", ".join(kinds)] for state, kinds in sorted(by_state.items(), key=lambda pair: -len(pair[1]))]
+    return table(["prompt state of a layer", "`model_type`"], rows)
+
+
+PREFACE = """# Support matrix
+
+Generated by `docs/support_matrix.py` from the results of the parity tests, in float32 on a CPU, against the stock model
+run response by response: the largest difference of a log-prob or an entropy, and the largest relative error of the
+whole gradient, for each `prompt_grad`; for `last:2` and `detached` against the same rows with the prompt's state held
+constant, so that their bias does not show. The bar is 1e-5, or twice the stock model's own noise where that is larger
+(the delta rule). Bytes are the tests' tiny models', in float32: of what grows, a token and layer; of what each chunk
+replaces, a page. Wrappings: two processes each, gradients and three optimizer steps; every type is the same chain of
+operations to an engine, so one of each kind of state is run in the fast tests, and all dense ones in the slow ones.
+"""
+REFUSAL = "## Refused by name\n\n`attach` refuses the other causal LMs of this transformers version, saying why.\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="compare with the README instead of writing it")
-    check = parser.parse_args().check
-    begin, end = MARKS
-    text = README.read_text()
-    before, rest = text.split(begin)
-    old, after = rest.split(end)
-    new = f"\n{rows()}"
-    if not check:
-        README.write_text(before + begin + new + end + after)
-    elif re.sub(r"\de-\d+", "", old) != re.sub(r"\de-\d+", "", new):
-        raise SystemExit("the README's support matrix is not what the models do: run python docs/support_matrix.py")
+    parser.add_argument("results", nargs="+", type=Path, help="what pytest --junitxml wrote")
+    errors, wrappings = results(parser.parse_args().results)
+    if unheld := [kind for kind in SUPPORTED if "exact" not in errors[INSIDE.get(kind, kind)]]:
+        raise SystemExit(f"no result of {', '.join(unheld)}")
+    states = {kind: prompt_state(kind) for kind in ALL if kind in SUPPORTED}
+    (ROOT / "docs" / "support.md").write_text(long_form(states, errors, wrappings))
+    readme = ROOT / "README.md"
+    before, rest = readme.read_text().split(MARKS[0])
+    after = rest.split(MARKS[1])[1]
+    readme.write_text(before + MARKS[0] + short_form(states, errors) + MARKS[1] + after)
 
 
 if __name__ == "__main__":
