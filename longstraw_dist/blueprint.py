@@ -125,6 +125,7 @@ class Blueprint:
                     indexed=indexed,
                     stacked=isinstance(cache, LinearAttentionCacheLayerMixin),
                     router=find_router(layer, recorded),
+                    namespace=type(layer).__module__,  # asked now: engines swap the layer's class
                     scan=namespace_of_scan(layer),
                     embedded=self.embedded,
                     relay=self.relay,

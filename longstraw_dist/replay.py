@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from .attention import prefix_attention
 from .failures import Place
 from .groups import Packed, Segment
+from .kernels import served_mixers
 from .meter import Meter
 from .scan import continued_scans
 from .state import Captured, PromptState, View
@@ -174,8 +175,9 @@ class LayerOperation(torch.autograd.Function):
 def run(layer: Layer, stock: Callable, segment: Segment, x: Tensor, view: View) -> Tensor | None:
     """The stock layer on one segment, with the prompt's state for its cache; `None` if only its state is wanted."""
     layer.call.place.at(layer.name, segment)
-    swapped = prefix_attention(layer.call.config, view), continued_scans(layer.traits.scan)
-    with swapped[0], swapped[1], contextlib.suppress(Captured):
+    attention = prefix_attention(layer.call.config, view)
+    mixers, scans = served_mixers(layer.traits.namespace), continued_scans(layer.traits.scan)
+    with attention, mixers, scans, contextlib.suppress(Captured):
         args, kwargs = segment.calls[layer.index]
         kwargs = kwargs | {name: segment.relay.get(name) for name in layer.traits.relay}
         if layer.traits.indexed:
