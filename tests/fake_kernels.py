@@ -13,6 +13,7 @@ from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from longstraw_dist import kernels
+from longstraw_dist.attention import high
 from longstraw_dist.kernels import unwrap
 
 # taken now: while a layer runs, other functions stand there
@@ -87,7 +88,7 @@ MIXERS = {
 def weigh(q, k, scale, causal, left, right, softcap):
     """Scores `[B, H, N, T]`, aligned bottom right, and what a softcap multiplies their gradient with."""
     k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
-    scores = scale * torch.einsum("bnhd,bthd->bhnt", q, k)
+    scores = scale * torch.einsum("bnhd,bthd->bhnt", q.to(high(q)), k.to(high(k)))
     slope = torch.ones_like(scores)
     if softcap > 0:
         t = (scores / softcap).tanh()
@@ -102,12 +103,13 @@ def weigh(q, k, scale, causal, left, right, softcap):
 def flash_forward(q, k, v, scale, causal, left, right, softcap):
     scores, _ = weigh(q, k, scale, causal, left, right, softcap)
     v = v.repeat_interleave(q.shape[2] // v.shape[2], 2)
-    return torch.einsum("bhnt,bthd->bnhd", scores.softmax(-1), v), scores.logsumexp(-1)
+    return torch.einsum("bhnt,bthd->bnhd", scores.softmax(-1), v.to(high(v))).to(q.dtype), scores.logsumexp(-1)
 
 
 def flash_backward(g, q, k, v, o, lse, dq, dk, dv, scale, causal, left, right, softcap):
     assert lse.is_contiguous()
     groups = q.shape[2] // k.shape[2]
+    g, q, k, v, o = (t.to(high(t)) for t in (g, q, k, v, o))
     scores, slope = weigh(q, k, scale, causal, left, right, softcap)
     p = (scores - lse[..., None]).exp()
     dp = torch.einsum("bnhd,bthd->bhnt", g, v.repeat_interleave(groups, 2))

@@ -14,7 +14,7 @@ from .test_architectures import run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = "cuda"
-BAR, FLOOR = 2.0, 5e-3  # error of the kernel over that of PyTorch in bfloat16, both against float32
+BAR, FLOOR = 3.0, 1e-2  # error of the kernel over that of PyTorch in bfloat16, both against float32
 
 # Kinds of one mixer each (and a convolution), in sizes that the kernels have.
 DELTA_RULE = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
@@ -22,10 +22,10 @@ WIDE = {"hidden_size": 128, "intermediate_size": 128}
 KINDS = {
     "qwen3_next": WIDE | DELTA_RULE | {"head_dim": 32},
     "kimi_linear": WIDE | {"linear_head_dim": 32},
-    "mamba2": WIDE | {"num_heads": 8, "head_dim": 32, "state_size": 32, "chunk_size": 64},
+    "nemotron_h": WIDE | {"mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 32, "chunk_size": 64},
     "bamba": WIDE | {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_chunk_size": 64},
     "lfm2": WIDE,
-    "mamba": WIDE,
+    "jamba": WIDE,
 }
 
 
