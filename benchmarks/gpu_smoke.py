@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from longstraw_dist import LongStrawConfig, PromptGroup, attach
+from longstraw_dist import LongStrawConfig, PromptGroup, attach, kernels
 
 from . import models
 from .conditions import RESULTS, conditions, show, write
@@ -127,6 +127,7 @@ def main() -> None:
     comments = [
         f"Qwen3 with {overrides}, bfloat16; parity at P={small[0]}, {small[2]} responses of {small[1]}; medians of "
         f"{args.passes} interleaved passes; peak_mb: allocated above what was there before the step",
+        f"in use: {kernels.in_use()}",
         conditions(args.device),
     ]
     show(rows, comments)

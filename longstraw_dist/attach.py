@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from . import adapters, failures, wrapping
+from . import adapters, failures, kernels, wrapping
 from .adapters import base_of
 from .blueprint import Blueprint
 from .config import LongStrawConfig, exact_layers
@@ -177,7 +177,9 @@ class Attachment:
             if fault is not None:
                 raise ValueError(fault)
             with self._named("forward", recording):
-                return self._run(groups, temperature, bool(router_logits), recording, device)
+                out = self._run(groups, temperature, bool(router_logits), recording, device)
+            kernels.log_once(kernels.in_use())
+            return out
         except BaseException:
             wrapping.release(self.root)
             raise

@@ -8,8 +8,8 @@
 There is no mask of prompt length, no copy of the prompt's K and V for each response, and none repeated for grouped
 queries. Backward runs the kernels' own backward on each region, given the *merged* output and log-sum-exp: the
 softmax weights exp(s - lse) are then those of the whole row (flash-attention 2, arXiv 2307.08691, algorithm 2).
-A sliding window that is shorter than the row takes one masked region over the last `window - 1` prompt tokens and the
-own ones instead.
+A sliding window that is shorter than the row takes one region over the last `window - 1` prompt tokens and the own
+ones instead. `KERNELS` says what runs a region.
 """
 
 import contextlib
@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from .flash import Flash2, Flash3, flash_fits
+from .kernels import PYTORCH, note
 from .state import View
 
 NAME = "longstraw"  # of this attention among the models' attention implementations
@@ -114,7 +116,7 @@ class PrefixAttention(torch.autograd.Function):
         for region in split_regions(q, lengths, scores.window, past):
             with torch.autocast(q.device.type, enabled=False):  # q, k and v are cast already
                 inputs = region.take(q, k, v, past)
-                o, o_lse = kernels(q, region.mask, scores).forward(*inputs, region.causal, region.mask, scores)
+                o, o_lse = kernels(q, region.window, scores).forward(*inputs, region.causal, region.window, scores)
             o, o_lse = region.unfold(o), region.unfold(o_lse[..., None])[..., 0]
             if out is None or lse is None:
                 out, lse = o.new_empty(q.shape), o_lse.new_empty(q.shape[:3])
@@ -142,8 +144,8 @@ class PrefixAttention(torch.autograd.Function):
         for region in split_regions(q, ctx.lengths, ctx.scores.window, past):
             g_, o_, l_ = (region.fold(t[:, :, region.rows]) for t in (g, out, lse[..., None]))
             with torch.autocast(q.device.type, enabled=False):
-                grads = kernels(q, region.mask, ctx.scores).backward(
-                    g_, *region.take(q, k, v, past), o_, l_[..., 0], region.causal, region.mask, ctx.scores
+                grads = kernels(q, region.window, ctx.scores).backward(
+                    g_, *region.take(q, k, v, past), o_, l_[..., 0], region.causal, region.window, ctx.scores
                 )
             region.give(grads, dq, dk, dv, dpast)
         return dq, dk, dv, None, None, dsinks, *dpast
@@ -157,8 +159,8 @@ class Region:
     first: bool  # no region before it wrote these rows
     block: int | None = None  # of the past, whose keys it reads
     own: bool = False  # reads the rows' own keys too
-    causal: bool = False
-    mask: Tensor | None = None
+    causal: bool = False  # the last query sees all keys, and each before it one less
+    window: int | None = None  # of those that it sees, it reads this many
     skip: int = 0  # keys of the block that are too old for the window
     batch: int = 1
 
@@ -198,7 +200,7 @@ def split_regions(q: Tensor, lengths: tuple[int, ...], window: int | None, past:
     spans = [slice(end - n, end) for n, end in zip(lengths, accumulate(lengths), strict=True)]
     if window is not None and seen + max(lengths) > window:
         assert len(past) <= 2, "a windowed past is one block"
-        return [windowed_region(q, span, window, seen) for span in spans]
+        return [windowed_region(span, window, seen) for span in spans]
     whole, alone = slice(0, q.shape[2]), not past
     regions = [Region(whole, first=i == 0, block=i) for i in range(len(past) // 2)]
     if len(set(lengths)) == 1:
@@ -206,15 +208,10 @@ def split_regions(q: Tensor, lengths: tuple[int, ...], window: int | None, past:
     return regions + [Region(span, first=alone, own=True, causal=True) for span in spans]
 
 
-def windowed_region(q: Tensor, rows: slice, window: int, seen: int) -> Region:
-    """Query i of the sequence sees the keys at a distance of 0 to window - 1."""
-    n = rows.stop - rows.start
+def windowed_region(rows: slice, window: int, seen: int) -> Region:
     skip = max(0, seen - (window - 1))
-    kept = seen - skip
-    query = torch.arange(kept, kept + n, device=q.device)[:, None]
-    distance = query - torch.arange(kept + n, device=q.device)
-    mask = q.new_zeros(n, kept + n).masked_fill_((distance < 0) | (distance >= window), -torch.inf)
-    return Region(rows, first=True, block=0 if kept else None, own=True, mask=mask, skip=skip)
+    block = 0 if seen > skip else None
+    return Region(rows, first=True, block=block, own=True, causal=True, window=window, skip=skip)
 
 
 def merge_(out: Tensor, lse: Tensor, o: Tensor, o_lse: Tensor, first: bool) -> None:
@@ -228,43 +225,71 @@ def merge_(out: Tensor, lse: Tensor, o: Tensor, o_lse: Tensor, first: bool) -> N
     lse.copy_(both)
 
 
-class FlashCPU:
-    """torch's flash kernels for the CPU: any floating dtype, any mask, grouped queries."""
-
-    @staticmethod
-    def forward(q, k, v, causal, mask, scores):
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=mask, scale=scores.scale
-        )
-
-    @staticmethod
-    def backward(g, q, k, v, o, lse, causal, mask, scores):
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            g, q, k, v, o, lse, 0.0, causal, attn_mask=mask, scale=scores.scale
-        )
-
-
 class FlashCUDA:
-    """torch's flash-attention 2 for CUDA: 16-bit, no mask, grouped queries, head sizes in steps of 8 up to 256. It
+    """torch's flash-attention 2 for CUDA: 16-bit, no window, grouped queries, head sizes in steps of 8 up to 256. It
     reads the log-sum-exp as if contiguous."""
 
+    name = "torch flash (CUDA)"
+
     @staticmethod
-    def forward(q, k, v, causal, mask, scores):
+    def serves(q, window, scores) -> bool:
+        return flash_fits(q) and window is None and scores.softcap is None
+
+    @staticmethod
+    def forward(q, k, v, causal, window, scores):
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scores.scale)[:2]
 
     @staticmethod
-    def backward(g, q, k, v, o, lse, causal, mask, scores):
+    def backward(g, q, k, v, o, lse, causal, window, scores):
         none, lse = torch.empty(0, dtype=torch.int64, device=q.device), lse.contiguous()
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
             g, q, k, v, o, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, none, none, scale=scores.scale
         )
 
 
+class FlashCPU:
+    """torch's flash kernels for the CPU: any floating dtype, any mask, grouped queries."""
+
+    name = "torch flash (CPU)"
+
+    @staticmethod
+    def serves(q, window, scores) -> bool:
+        return q.device.type == "cpu" and scores.softcap is None
+
+    @staticmethod
+    def forward(q, k, v, causal, window, scores):
+        causal, mask = causal and window is None, make_mask(q, k, window)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=mask, scale=scores.scale
+        )
+
+    @staticmethod
+    def backward(g, q, k, v, o, lse, causal, window, scores):
+        causal, mask = causal and window is None, make_mask(q, k, window)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            g, q, k, v, o, lse, 0.0, causal, attn_mask=mask, scale=scores.scale
+        )
+
+
+def make_mask(q: Tensor, k: Tensor, window: int | None) -> Tensor | None:
+    """What to add to scores `[N, T]`: query i, at key T - N + i, sees the keys at a distance of 0 to window - 1."""
+    if window is None:
+        return None
+    n, t = q.shape[2], k.shape[2]
+    distance = torch.arange(t - n, t, device=q.device)[:, None] - torch.arange(t, device=q.device)
+    return q.new_zeros(n, t).masked_fill_((distance < 0) | (distance >= window), -torch.inf)
+
+
 class Plain:
     """The definition, for what the flash kernels do not take: a softcap, for one. Holds the scores of a block of
     queries, in float32."""
 
+    name = PYTORCH
     SCORES = 2**24  # of a block
+
+    @staticmethod
+    def serves(q, window, scores) -> bool:
+        return True
 
     @staticmethod
     def blocks(q, k) -> list[slice]:
@@ -272,7 +297,7 @@ class Plain:
         return [slice(i, i + n) for i in range(0, q.shape[2], n)]
 
     @staticmethod
-    def weigh(q, k, rows: slice, causal, mask, scores: Scores) -> tuple[Tensor, Tensor | None]:
+    def weigh(q, k, rows: slice, causal, mask: Tensor | None, scores: Scores) -> tuple[Tensor, Tensor | None]:
         """Scores of some queries, and what their softcap multiplies a gradient with."""
         s = scores.scale * torch.einsum("bkgnd,bktd->bkgnt", group_queries(q[:, :, rows], k), k.to(high(k)))
         slope = None
@@ -284,7 +309,8 @@ class Plain:
         return s if mask is None else s + mask[rows], slope
 
     @staticmethod
-    def forward(q, k, v, causal, mask, scores):
+    def forward(q, k, v, causal, window, scores):
+        causal, mask = causal and window is None, make_mask(q, k, window)
         o, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=high(q))
         for rows in Plain.blocks(q, k):
             s, _ = Plain.weigh(q, k, rows, causal, mask, scores)
@@ -295,7 +321,8 @@ class Plain:
         return o, lse
 
     @staticmethod
-    def backward(g, q, k, v, o, lse, causal, mask, scores):
+    def backward(g, q, k, v, o, lse, causal, window, scores):
+        causal, mask = causal and window is None, make_mask(q, k, window)
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=high(k)), torch.zeros_like(v, dtype=high(v))
         for rows in Plain.blocks(q, k):
             qg, gg, og = (group_queries(t[:, :, rows], k) for t in (q, g, o))
@@ -319,17 +346,15 @@ def high(t: Tensor) -> torch.dtype:
     return torch.promote_types(t.dtype, torch.float32)
 
 
-# `forward(q, k, v, causal, mask, scores) -> (o, lse)`, and its backward, given the merged `o` and `lse`.
-Kernels = type[FlashCPU] | type[FlashCUDA] | type[Plain]
+# `forward(q, k, v, causal, window, scores) -> (o, lse)`, and its backward, given the merged `o` and `lse`. A causal
+# region is square, or has a window: then the last query stands at the last key.
+Kernels = type[Flash3] | type[Flash2] | type[FlashCUDA] | type[FlashCPU] | type[Plain]
+KERNELS: tuple[Kernels, ...] = (Flash3, Flash2, FlashCUDA, FlashCPU, Plain)
 FORCE: Kernels | None = None  # tests set it to Plain: the slow path in place of the fast one
 
 
-def kernels(q: Tensor, mask: Tensor | None, scores: Scores) -> Kernels:
-    if FORCE is not None or scores.softcap is not None:
-        return FORCE or Plain
-    if q.device.type == "cpu":
-        return FlashCPU
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    if q.device.type == "cuda" and half and mask is None and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
-        return FlashCUDA
-    return Plain
+def kernels(q: Tensor, window: int | None, scores: Scores) -> Kernels:
+    """The first that serves."""
+    found = FORCE or next(k for k in KERNELS if k.serves(q, window, scores))
+    note("attention", found.name)
+    return found

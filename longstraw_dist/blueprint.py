@@ -127,6 +127,7 @@ class Blueprint:
                     indexer=find_indexer(layer) if indexed else None,
                     stacked=isinstance(cache, LinearAttentionCacheLayerMixin),
                     router=find_router(layer, recorded),
+                    namespace=type(layer).__module__,  # asked now: engines swap the layer's class
                     scan=namespace_of_scan(layer),
                     embedded=self.embedded,
                     relay=self.relay,

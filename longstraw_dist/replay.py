@@ -30,6 +30,7 @@ from .attention import prefix_attention
 from .failures import Place
 from .groups import Packed, Segment
 from .indexer import blocks_of_queries
+from .kernels import served_mixers
 from .meter import Meter
 from .scan import continued_scans
 from .state import Captured, PromptState, View
@@ -177,6 +178,7 @@ def run(layer: Layer, stock: Callable, segment: Segment, x: Tensor, view: View) 
     layer.call.place.at(layer.name, segment)
     with contextlib.ExitStack() as ours, contextlib.suppress(Captured):
         ours.enter_context(prefix_attention(layer.call.config, view))
+        ours.enter_context(served_mixers(layer.traits.namespace))
         ours.enter_context(continued_scans(layer.traits.scan))
         ours.enter_context(blocks_of_queries(layer.traits.indexer))
         args, kwargs = segment.calls[layer.index]

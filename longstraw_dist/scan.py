@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .attention import VIEW
+from .kernels import PYTORCH, note
 
 STOCK = "mamba_selective_scan"
 
@@ -57,6 +58,7 @@ def selective_scan(
     """As transformers' function, with its arguments. Costs about 2 sqrt(t) steps of the recurrence in Python."""
     view = VIEW.get()
     assert view is not None, "only run() runs a layer"
+    note("Mamba scan", PYTORCH)
     if delta_bias is not None:
         dt_bdt = dt_bdt + delta_bias.to(dt_bdt.dtype)[..., None]
     if delta_softplus:

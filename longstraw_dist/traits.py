@@ -16,6 +16,7 @@ class Traits:
         indexer (`nn.Module`, *optional*): its module that chooses them, if it has one of its own.
         stacked (`bool`): it has a recurrence, so that the responses of a replay must lie side by side.
         router (`tuple[nn.Module, int]`, *optional*): its router, and where in its output the logits are.
+        namespace (`str`, *optional*): the module whose code it runs, and where that looks its mixers up: kernels.py.
         scan (`dict`, *optional*): where its code looks up the scan that stands to be replaced: scan.py.
         embedded (`tuple[int, ...]`): arguments, counted behind its hidden states, that are the embeddings.
         relay (`dict[str, int]`): arguments that it takes from what the layer before returned behind its hidden states,
@@ -28,6 +29,7 @@ class Traits:
     indexer: nn.Module | None = None
     stacked: bool = False
     router: tuple[nn.Module, int] | None = None
+    namespace: str | None = None
     scan: dict[str, Any] | None = None
     embedded: tuple[int, ...] = ()
     relay: dict[str, int] = field(default_factory=dict)

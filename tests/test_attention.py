@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from longstraw_dist import attention
-from longstraw_dist.attention import FlashCPU, Plain, PrefixAttention, Scores
+from longstraw_dist.attention import Flash2, Flash3, FlashCPU, Plain, PrefixAttention, Scores
 from longstraw_dist.groups import Segment
 from longstraw_dist.state import View
+
+from .fake_kernels import install_flash
 
 HEADS, KEY_HEADS, SIZE, SCALE = 4, 2, 8, 0.3
 
@@ -35,13 +37,17 @@ def one_softmax(q, k, v, lengths, window, past, softcap=None):
     return torch.cat(outputs, 2)
 
 
-@pytest.mark.parametrize(("kernels", "softcap"), [(FlashCPU, None), (Plain, None), (Plain, 0.5)])
+KERNELS = [(FlashCPU, None), *((k, softcap) for k in (Plain, Flash2, Flash3) for softcap in (None, 0.5))]
+
+
+@pytest.mark.parametrize(("kernels", "softcap"), KERNELS)
 @pytest.mark.parametrize("lengths", [(5,), (3, 3, 3), (4, 1, 2)])
 @pytest.mark.parametrize("blocks", [(), (7,), (4, 3)])
 @pytest.mark.parametrize("window", [None, 1, 2, 6, 9, 40])
 def test_against_one_softmax(kernels, softcap, lengths, blocks, window, monkeypatch):
     if window is not None and len(blocks) > 1:
         blocks = (sum(blocks),)  # a windowed past is one block
+    install_flash(monkeypatch)
     monkeypatch.setattr(attention, "FORCE", kernels)
     monkeypatch.setattr(Plain, "SCORES", 100)  # several blocks of queries
     generator = torch.Generator().manual_seed(0)
