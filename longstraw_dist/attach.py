@@ -22,6 +22,7 @@ from . import adapters, failures, kernels, wrapping
 from .adapters import base_of
 from .blueprint import Blueprint
 from .config import LongStrawConfig, exact_layers
+from .graphs import Budget
 from .groups import PromptGroup, find_fault, pack
 from .head import Graph, HeadOperation, NormOperation, Rows
 from .meter import Meter
@@ -269,7 +270,8 @@ class Attachment:
             for segment in group.segments:
                 plan.describe(segment, x_response)
         progress = Progress(ended=True)
-        call = Call(packed, plan.config, self.meter, progress, self.place, self._backward)
+        budget = Budget(config.activation_budget if recording else 0)
+        call = Call(packed, plan.config, self.meter, progress, self.place, budget, self._backward)
         first_exact = len(plan.layers) - self.exact_layers
         if first_exact > 0:
             x_prompt = x_prompt.detach()

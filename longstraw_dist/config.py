@@ -24,6 +24,9 @@ class LongStrawConfig:
         offload (`str`, *optional*):
             `"hidden"` keeps the packed hidden states of every layer in host memory (pinned when the model is on an
             accelerator), from the layer's forward until its backward. `None` keeps them on the model's device.
+        activation_budget (`int`, *optional*, defaults to `0`):
+            Bytes of graphs that one call may keep from forward to backward, instead of running their layers forward
+            once more. Spent from the first layer on; the result is the same to the bit.
 
     Raises:
         `ValueError`: on a value outside its range, naming it.
@@ -34,6 +37,7 @@ class LongStrawConfig:
     responses_per_replay: int | None = None
     head_chunk_size: int = 128
     offload: str | None = None
+    activation_budget: int = 0
 
     def __post_init__(self):
         exact_layers(self.prompt_grad, 1)
@@ -43,6 +47,8 @@ class LongStrawConfig:
                 continue
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name}={value!r} is not a positive integer: it counts what runs at once.")
+        if type(self.activation_budget) is not int or self.activation_budget < 0:
+            raise ValueError(f"activation_budget={self.activation_budget!r} is not a number of bytes: 0 keeps no graph.")
         if self.offload not in (None, "hidden"):
             raise ValueError(f'offload={self.offload!r} is unknown: choose "hidden" or None.')
 

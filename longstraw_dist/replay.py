@@ -25,9 +25,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from .attention import prefix_attention
 from .failures import Place
+from .graphs import Budget, Graph, counted, note
 from .groups import Packed, Segment
 from .indexer import blocks_of_queries
 from .kernels import served_mixers
@@ -55,6 +57,7 @@ class Call:
     meter: Meter
     progress: Progress
     place: Place  # where it is, for whoever catches an exception
+    budget: Budget
     guard: Callable[[str], AbstractContextManager]  # around the backward of the operation with this name
 
 
@@ -93,6 +96,7 @@ class LayerOperation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, layer: Layer, stock: Callable, x_prompt: Tensor, x_response: Tensor, *parameters: Tensor):
         ctx.autocast = Autocast(x_response.device.type)
+        ctx.graphs = {}
         y_prompt = y_response = r_prompt = r_response = None
         states, kept = [], []
         segments = layer.call.packed.segments
@@ -102,15 +106,14 @@ class LayerOperation(torch.autograd.Function):
             for group in layer.call.packed.groups:
                 state = PromptState(group.captured, layer.traits)
                 for chunk in group.chunks:
-                    view = state.open(chunk, capture_only=layer.last and not layer.routed)
-                    y = run(layer, stock, chunk, x_prompt[:, chunk.rows], view)
+                    only = layer.last and not layer.routed
+                    y, view = forward(ctx, layer, stock, state, chunk, x_prompt, layer.exact, capture_only=only)
                     state.write(chunk, view)
                     if not layer.last:  # where it is None on every rank: engines run a hook for each output
                         y_prompt = put(y_prompt, x_prompt, chunk, y)
                     r_prompt = put(r_prompt, x_prompt, chunk, view.routed)
                 for replay in group.replays:
-                    view = state.open(replay)
-                    y = run(layer, stock, replay, x_response[:, replay.rows], view)
+                    y, view = forward(ctx, layer, stock, state, replay, x_response)
                     y_response = put(y_response, x_response, replay, y)
                     r_response = put(r_response, x_response, replay, view.routed)
                 states.append(state)
@@ -157,11 +160,11 @@ class LayerOperation(torch.autograd.Function):
             gradients = Gradients(layer.module.parameters())
             for group, state in zip(call.packed.groups, ctx.states, strict=True):
                 state.load(kept)
-                again = functools.partial(recompute, layer, stock, state, gradients)
+                again = functools.partial(backward, layer, stock, state, gradients, ctx.graphs)
                 for replay in group.replays:
                     gx_response[:, replay.rows] = again(replay, x_response, g_response, gr_response)
                 for chunk in reversed(group.chunks) if exact else ():
-                    for earlier in state.missing(chunk, group.chunks):
+                    for earlier in state.missing(chunk, group.chunks) if id(chunk) not in ctx.graphs else ():
                         with torch.no_grad():
                             view = state.open(earlier)
                             run(layer, stock, earlier, x_prompt[:, earlier.rows], view)
@@ -264,28 +267,56 @@ class Gradients:
         return total.to(parameter.dtype)
 
 
-def recompute(
+def forward(ctx, layer, stock, state, segment, x, needed: bool = True, capture_only: bool = False):
+    """Runs one segment; its graph is kept where backward will need it and the call's budget allows. Returns its output
+    and its view."""
+    budget = layer.call.budget
+    if not (budget.left and needed and any(ctx.needs_input_grad)):
+        view = state.open(segment, capture_only=capture_only)
+        return run(layer, stock, segment, x[:, segment.rows], view), view
+    graph = record(layer, stock, state, segment, x, capture_only)
+    if budget.take(graph):
+        ctx.graphs[id(segment)] = graph
+        layer.call.meter.keeps("graphs", [graph])
+    return graph.y, graph.view
+
+
+def record(layer, stock, state, segment, x, capture_only: bool) -> Graph:
+    """Runs one segment with its graph."""
+    x = x[:, segment.rows].detach().requires_grad_()
+    view = state.open(segment, differentiable=layer.exact, capture_only=capture_only)
+    kept_anyway = [x, *view.past.values(), *tree_leaves(segment.calls[layer.index])]
+    with torch.enable_grad(), counted(layer.module, kept_anyway) as sizes:
+        y = run(layer, stock, segment, x, view)
+    for t in (y, *view.new.values()):
+        if t is not None:
+            note(sizes, t)
+    return Graph(x, view, y, sum(sizes.values()))
+
+
+def backward(
     layer: Layer,
     stock: Callable,
     state: PromptState,
     gradients: Gradients,
+    graphs: dict[Any, Graph],
     segment: Segment,
     x: Tensor,
     g: Tensor | None,
     g_router: Tensor | None,
     captured: bool = False,
 ) -> Tensor:
-    """Runs one segment again, with its graph, and takes its gradient, from its output's and, where the segment was
-    `captured`, its state's: the one of its `x` is returned, those of the past and of the parameters are added up. All
-    else that it made is gone when the next segment starts."""
-    x = x[:, segment.rows].detach().requires_grad_()
-    view = state.open(segment, differentiable=layer.exact, capture_only=g is None and g_router is None)
-    y = run(layer, stock, segment, x, view)
+    """Takes the gradient of one segment, whose graph was kept or is made again, from its output's and, where the
+    segment was `captured`, its state's: the one of its `x` is returned, those of the past and of the parameters are
+    added up. All else that it made is gone when the next segment starts."""
+    graph = graphs.pop(id(segment), None)
+    graph = graph or record(layer, stock, state, segment, x, capture_only=g is None and g_router is None)
+    view = graph.view
     outputs, cotangents = state.cotangents(segment, view) if captured else ([], [])
-    for output, cotangent in ((y, g), (view.routed, g_router)):
+    for output, cotangent in ((graph.y, g), (view.routed, g_router)):
         if output is not None and cotangent is not None:
             outputs, cotangents = [*outputs, output], [*cotangents, cotangent[:, segment.rows]]
-    gx, *g_past = gradients.vjp(outputs, cotangents, [x, *view.leaves.values()])
+    gx, *g_past = gradients.vjp(outputs, cotangents, [graph.x, *view.leaves.values()])
     state.accumulate(segment, view, g_past)
     return gx
 

@@ -47,7 +47,8 @@ class Grow:
             shape = list(t.shape)
             shape[self.dim] = self.tokens
             self.buffer = t.new_empty(shape)
-        self.buffer.narrow(self.dim, segment.past, segment.tokens).copy_(t)
+        # by `data`: a graph that reads the rows before these may be kept, and does not mind
+        self.buffer.data.narrow(self.dim, segment.past, segment.tokens).copy_(t)
 
     def read(self, segment: Segment) -> Tensor | None:
         return self.buffer.narrow(self.dim, 0, segment.past) if self.buffer is not None and segment.past else None

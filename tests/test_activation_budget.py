@@ -1,0 +1,103 @@
+"""Graphs that are kept instead of recomputed: the same bits, fewer forwards, never more bytes than allowed."""
+
+import weakref
+
+import pytest
+import torch
+
+from benchmarks.live import LiveStorages
+from longstraw_dist import LongStrawConfig, attach
+from longstraw_dist.attach import attachment_of
+
+from .models import ragged, tiny, weigh
+from .reference import gradients
+from .test_memory import inputs, no_collector
+
+ALL = 10**9
+NUMBERS = 6376  # bytes of rotary embeddings, ids, positions and scores in test_bytes, with and without graphs
+KINDS = ["llama", "mistral", "gpt_oss", "glm_moe_dsa", "olmo_hybrid", "jamba", "minimax", "falcon_h1", "zamba2"]
+
+
+def step(kind: str, budget: int, routed: bool = False, **config):
+    """Outputs, gradients, and what was kept."""
+    config = {"prompt_chunk_size": 7, "responses_per_replay": 2, **config}
+    model = attach(tiny(kind, tied=kind == "zamba2"), LongStrawConfig(activation_budget=budget, **config))
+    out = model(prompt_groups=ragged(), output_router_logits=routed)
+    loss = weigh(out.logps, out.entropies)
+    (loss + out.aux_loss if routed else loss).backward()
+    found = {n: g for n, g in gradients(model).items() if g is not None}
+    return {"scores": out.scores.detach(), **found}, attachment_of(model).meter.kept_bytes.get("graphs", 0)
+
+
+def same(a, b) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(t, b[n]) for n, t in a.items())
+
+
+@pytest.mark.parametrize("mode", ["exact", "detached", "last:2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_bits(kind, mode):
+    plain, none = step(kind, 0, prompt_grad=mode)
+    whole, kept = step(kind, ALL, prompt_grad=mode)
+    some, part = step(kind, kept // 2, prompt_grad=mode)
+    assert none == 0 < part <= kept // 2
+    assert same(whole, plain)
+    assert same(some, plain)
+
+
+@pytest.mark.parametrize("options", [{"offload": "hidden"}, {"routed": True}])
+def test_beside_other_options(options):
+    plain, _ = step("qwen3_moe", 0, **options)
+    kept, _ = step("qwen3_moe", ALL, **options)
+    assert same(kept, plain)
+
+
+@pytest.mark.parametrize("mode", ["exact", "detached", "last:2"])
+def test_backward_runs_what_was_not_kept(mode):
+    whole, runs = step("llama", ALL, prompt_grad=mode, responses_per_replay=None)[1], []
+    for budget in (0, whole // 3, whole // 3 * 2, ALL):
+        model = attach(tiny("llama"), LongStrawConfig(mode, prompt_chunk_size=7, activation_budget=budget))
+        calls = []
+        for layer in model.model.layers:
+            layer.input_layernorm.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        out = model(prompt_groups=ragged())
+        forward = len(calls)
+        weigh(out.logps, out.entropies).backward()
+        runs.append(len(calls) - forward)
+    assert runs[0] > runs[1] > runs[2] > runs[3] == 0
+
+
+@pytest.mark.parametrize("budget", [0, 60_000, 150_000, ALL])
+def test_bytes(budget):
+    """Between forward and backward the graphs are all that is added, and they are counted to the byte."""
+    model, groups = tiny("llama"), ragged(shapes=((23, (12, 12)), (12, (7,))))
+    attach(model, LongStrawConfig(prompt_chunk_size=8, activation_budget=budget))
+    with no_collector(), LiveStorages(ignored=inputs(model, groups)) as live:
+        out = model(prompt_groups=groups)
+        kept = attachment_of(model).meter.kept_bytes
+        rest = live.live["device"] - sum(kept.values())
+        assert kept.get("graphs", 0) <= budget
+        assert rest == NUMBERS
+        loss = weigh(out.logps, out.entropies)
+        loss.backward()
+        left = live.live["device"] - sum(p.grad.nbytes for p in model.parameters())
+        assert left <= NUMBERS
+        del out, loss
+
+
+def test_weights_are_not_kept_alive():
+    """An engine frees what it gathered for the forward, and gathers anew."""
+    plain, _ = step("llama", 0)
+    model = attach(tiny("llama"), LongStrawConfig(prompt_chunk_size=7, responses_per_replay=2, activation_budget=ALL))
+    out = model(prompt_groups=ragged())
+    before = [weakref.ref(p.untyped_storage()) for layer in model.model.layers for p in layer.parameters()]
+    for p in model.parameters():
+        p.data = p.data.clone()
+    assert not any(storage() is not None for storage in before)
+    weigh(out.logps, out.entropies).backward()
+    assert same({"scores": out.scores.detach(), **gradients(model)}, plain)
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "all", True])
+def test_bad_values(value):
+    with pytest.raises(ValueError, match="activation_budget"):
+        LongStrawConfig(activation_budget=value)
