@@ -30,7 +30,7 @@ from .attention import prefix_attention
 from .failures import Place
 from .groups import Packed, Segment
 from .meter import Meter
-from .scan import continued_scans
+from .stand_ins import standing_in
 from .state import Captured, PromptState, View
 from .traits import Traits
 from .wrapping import wants_zeros
@@ -174,18 +174,17 @@ class LayerOperation(torch.autograd.Function):
 def run(layer: Layer, stock: Callable, segment: Segment, x: Tensor, view: View) -> Tensor | None:
     """The stock layer on one segment, with the prompt's state for its cache; `None` if only its state is wanted."""
     layer.call.place.at(layer.name, segment)
-    swapped = prefix_attention(layer.call.config, view), continued_scans(layer.traits.scan)
+    swapped = prefix_attention(layer.call.config, view), standing_in(layer.traits.source)
     with swapped[0], swapped[1], contextlib.suppress(Captured):
-        args, kwargs = segment.calls[layer.index]
-        kwargs = kwargs | {name: segment.relay.get(name) for name in layer.traits.relay}
+        kwargs = segment.calls[layer.index] | {name: segment.relay.get(name) for name in layer.traits.relay}
         if layer.traits.indexed:
             kwargs["attention_mask"] = segment.mask(x.device)
         x = segment.stack(x) if layer.traits.stacked else x
         if layer.traits.embedded:  # the rows are hidden states and, behind them, embeddings
             x, embeddings = x.chunk(2, -1)
-            args = [embeddings if i in layer.traits.embedded else arg for i, arg in enumerate(args)]
+            kwargs |= dict.fromkeys(layer.traits.embedded, embeddings)
         with router_logits(layer) as routed:
-            y = stock(x, *args, **kwargs, cache=view)
+            y = stock(x, **kwargs, cache=view)
         if routed:
             logits = routed[0].view(*x.shape[:2], -1)
             view.routed = segment.unstack(logits) if layer.traits.stacked else logits
