@@ -110,7 +110,14 @@ def long_form(states: dict, errors: dict, wrappings: dict) -> str:
         figures = [f"{errors[of][mode][1]:.0e}" if mode in errors[of] else "" for mode in MODES]
         log_probs = f"{max(pair[0] for pair in errors[of].values()):.0e}" if errors[of] else ""
         rows.append([kind, *states[of], log_probs, *figures, ", ".join(sorted(wrappings[of]))])
-    head = ["`model_type`", "prompt state", "bytes in a layer", "log-probs", *MODES, "held against stock when wrapped in"]
+    head = [
+        "`model_type`",
+        "prompt state",
+        "bytes in a layer",
+        "log-probs",
+        *MODES,
+        "held against stock when wrapped in",
+    ]
     by_reason: dict[str, list[str]] = defaultdict(list)
     for kind, reason in REFUSED.items():
         by_reason[reason].append(kind)

@@ -11,7 +11,7 @@ import functools
 import gc
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from .head import Graph, HeadOperation, NormOperation, Rows
 from .meter import Meter
 from .output import LongStrawOutput
 from .replay import Call, Layer, LayerOperation, Progress
+from .stand_ins import replaced
 from .storage import offload_to_host
 from .support import find_dropout, refuse_inexact
 
@@ -328,22 +329,8 @@ class Attachment:
                 return operation.apply(*setting, stock, *hidden, *module.parameters())
 
         stock = module.forward
-        with replaced_forward(module, packed_forward):
+        with replaced(module, "forward", packed_forward):
             return module(*hidden)
-
-
-@contextlib.contextmanager
-def replaced_forward(module: nn.Module, forward: Callable) -> Iterator[None]:
-    """`module.forward` is `forward` while it is open. One that somebody set on the instance comes back afterwards."""
-    before = vars(module).get("forward")
-    module.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before  # type: ignore[method-assign]
 
 
 def trains(module: nn.Module) -> bool:

@@ -34,6 +34,12 @@ IGNORED = {"position_ids", "use_cache", "output_attentions", "output_hidden_stat
 VIEW: ContextVar[View | None] = ContextVar("VIEW", default=None)  # of the layer that runs
 
 
+def current_view() -> View:
+    view = VIEW.get()
+    assert view is not None, "only run() runs a layer"
+    return view
+
+
 @contextlib.contextmanager
 def prefix_attention(config, view: View | None = None) -> Iterator[None]:
     """While it is open, the model's layers attend through this module, to the prompt in `view` and to their own
@@ -64,8 +70,7 @@ def attention_forward(
     **ignored,
 ) -> tuple[Tensor, None]:
     """What a layer's attention calls inside a layer operation."""
-    view = VIEW.get()
-    assert view is not None, "only run() runs a layer"
+    view = current_view()
     view.window = sliding_window
     unknown = set(ignored) - IGNORED
     assert not unknown, f"{type(module).__name__} asks for attention that longstraw-dist does not have: {unknown}"

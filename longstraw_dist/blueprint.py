@@ -27,13 +27,12 @@ from transformers.cache_utils import (
 from .attention import prefix_attention
 from .groups import Segment
 from .indexer import find_indexer
-from .scan import namespace_of_scan
 from .traits import Traits
 
 
 class Stub(nn.Module):
-    """Stands for a module with parameters: notes its arguments, and returns a tensor of the right shape. It has the
-    module's settings, and of its weight the dtype."""
+    """Stands for a module with parameters: notes its arguments, all but the first by name, and returns a tensor of the
+    right shape. It has the module's settings, and of its weight the dtype."""
 
     def __init__(self, module: nn.Module, width: int):
         super().__init__()
@@ -42,6 +41,7 @@ class Stub(nn.Module):
         )
         if isinstance(weight := module._parameters.get("weight"), Tensor):
             self.weight = torch.empty(0, dtype=weight.dtype)
+        self.names = list(inspect.signature(type(module).forward).parameters)[2:]  # behind `self` and the first
         self.width = width
         self.returns = 0  # length of the tuple that its output opens, or 0 for a tensor
         self.tokens = [object() for _ in range(3)]  # stand for the rest of the tuple
@@ -53,7 +53,8 @@ class Stub(nn.Module):
         self.out: Tensor | None = None  # set beforehand, it is handed on
 
     def forward(self, *args, **kwargs):
-        self.args, self.kwargs = args, kwargs
+        self.args, rest = args[:1], args[1:]
+        self.kwargs = dict(zip(self.names[: len(rest)], rest, strict=True)) | kwargs
         if self.out is None:
             self.out = blank(args[0], args[0].shape[:-1], self.width)
         return self.out if not self.returns else (self.out, *self.tokens[: self.returns - 1])
@@ -121,14 +122,13 @@ class Blueprint:
             indexed = type(cache) is DynamicIndexedLayer
             found.append(
                 Traits(
+                    source=type(layer).__module__,
                     attends=type(cache) in (DynamicLayer, DynamicSlidingWindowLayer),
                     joined="kv_lora_rank" in self.config.to_dict(),
                     indexed=indexed,
                     indexer=find_indexer(layer) if indexed else None,
                     stacked=isinstance(cache, LinearAttentionCacheLayerMixin),
                     router=find_router(layer, recorded),
-                    namespace=type(layer).__module__,  # asked now: engines swap the layer's class
-                    scan=namespace_of_scan(layer),
                     embedded=self.embedded,
                     relay=self.relay,
                 )
@@ -170,16 +170,16 @@ class Blueprint:
         for before, after in itertools.pairwise((*self.stubs, stubs[norms[0]], self.end)):
             if not after.args or not same(before.out, after.args[0]):
                 raise ValueError(f"{kind} changes the hidden states between its layers, its norm and its head.")
-        extra = enumerate(self.stubs[0].args[1:])
-        self.embedded = tuple(i for i, arg in extra if isinstance(arg, Tensor) and arg.requires_grad)
+        extra = self.stubs[0].kwargs.items()
+        self.embedded = tuple(name for name, value in extra if isinstance(value, Tensor) and value.requires_grad)
         for stub in self.stubs:
             if not stub.args or "cache" not in stub.kwargs:
                 raise ValueError(f"{kind} calls its layers without `cache`.")
-            for i in self.embedded:
-                if not equal(stub.args[1 + i], self.stubs[0].args[0]):
+            for name in self.embedded:
+                if not equal(stub.kwargs[name], self.stubs[0].args[0]):
                     raise ValueError(f"{kind} hands more to its layers than hidden states and embeddings.")
             for name, value in stub.kwargs.items():
-                if any(value is token for other in self.stubs for token in other.tokens):
+                if name in self.embedded or any(value is token for other in self.stubs for token in other.tokens):
                     continue
                 if any(t.requires_grad for t in tree_leaves(value) if isinstance(t, Tensor)):
                     raise ValueError(f"{kind} hands `{name}` to its layers, which depends on hidden states.")
@@ -263,14 +263,12 @@ class Blueprint:
         }
         segment.calls = [calls[traits.stacked][i] for i, traits in enumerate(self.traits)]
 
-    def _describe(self, of: Callable, like: Tensor) -> list[tuple[list, dict[str, Any]]]:
+    def _describe(self, of: Callable, like: Tensor) -> list[dict[str, Any]]:
         positions = of(like.device)
         with torch.no_grad():
             self._run(self.ghost, like.new_empty(1).expand(*positions.shape, self.config.hidden_size), positions)
         apart = {"cache", *self.relay}
-        calls = [
-            (list(stub.args[1:]), {k: v for k, v in stub.kwargs.items() if k not in apart}) for stub in self.stubs
-        ]
+        calls = [{k: v for k, v in stub.kwargs.items() if k not in apart} for stub in self.stubs]
         self.forget()
         return calls
 

@@ -48,7 +48,9 @@ class LongStrawConfig:
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name}={value!r} is not a positive integer: it counts what runs at once.")
         if type(self.activation_budget) is not int or self.activation_budget < 0:
-            raise ValueError(f"activation_budget={self.activation_budget!r} is not a number of bytes: 0 keeps no graph.")
+            raise ValueError(
+                f"activation_budget={self.activation_budget!r} is not a number of bytes: 0 keeps no graph."
+            )
         if self.offload not in (None, "hidden"):
             raise ValueError(f'offload={self.offload!r} is unknown: choose "hidden" or None.')
 

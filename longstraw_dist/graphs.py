@@ -1,7 +1,7 @@
 """Graphs that are kept from a layer's forward to its backward, within a budget, instead of being computed again.
 
-What a graph saves is counted as autograd saves it, each storage once. A layer's own parameters are not saved but named,
-and taken anew in backward: an engine that frees what it gathered for the forward must not find it kept alive.
+What a graph saves is counted as autograd saves it, each storage once. A layer's own parameters are not saved but
+named, and taken anew in backward: what an engine gathered for the forward is not kept alive.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .groups import Segment
 from .state import View
 
 

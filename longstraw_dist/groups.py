@@ -43,7 +43,7 @@ class Segment:
     rows: slice  # where it lies in the packed prompt rows (chunk) or response rows (replay)
     past: int  # prompt tokens that come before it
     lengths: tuple[int, ...]  # its sequences, one behind the other: one for a chunk, one a response for a replay
-    calls: list[tuple[list, dict[str, Any]]] = field(default_factory=list)  # of each layer: blueprint.py
+    calls: list[dict[str, Any]] = field(default_factory=list)  # each layer's arguments: blueprint.py
     relay: dict[str, Tensor] = field(default_factory=dict)  # what a layer left for the next one
     group: int = 0  # its place in the call
     number: int = 0  # chunks of the prompt before it

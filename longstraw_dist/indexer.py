@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from .stand_ins import replaced
+
 SCORES = 2**26  # of a block: 256 MB
 
 
@@ -39,8 +41,5 @@ def blocks_of_queries(indexer: Any) -> Iterator[None]:
         most = max(t.shape[-1] for t in chosen)  # a block with fewer has chosen every key, the first one included
         return torch.cat([pad(t, (0, most - t.shape[-1])) for t in chosen], 1)
 
-    indexer.forward = forward
-    try:
+    with replaced(indexer, "forward", forward):
         yield
-    finally:
-        del indexer.forward

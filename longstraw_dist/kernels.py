@@ -79,9 +79,9 @@ MIXERS = {  # transformers' function -> what serves it
 
 
 @contextlib.contextmanager
-def served_mixers(namespace: str | None) -> Iterator[None]:
+def served_mixers(source: str) -> Iterator[None]:
     """While it is open, code in the module of this name finds in place of each mixer what serves it."""
-    names = {} if namespace is None else vars(sys.modules[namespace])
+    names = vars(sys.modules[source])
     stock = {name: names[name] for name in MIXERS if name in names}
     names.update({name: serve(MIXERS[name], function) for name, function in stock.items()})
     try:

@@ -34,7 +34,7 @@ from .groups import Packed, Segment
 from .indexer import blocks_of_queries
 from .kernels import served_mixers
 from .meter import Meter
-from .scan import continued_scans
+from .stand_ins import standing_in
 from .state import Captured, PromptState, View
 from .traits import Traits
 from .wrapping import wants_zeros
@@ -181,19 +181,18 @@ def run(layer: Layer, stock: Callable, segment: Segment, x: Tensor, view: View) 
     layer.call.place.at(layer.name, segment)
     with contextlib.ExitStack() as ours, contextlib.suppress(Captured):
         ours.enter_context(prefix_attention(layer.call.config, view))
-        ours.enter_context(served_mixers(layer.traits.namespace))
-        ours.enter_context(continued_scans(layer.traits.scan))
+        ours.enter_context(served_mixers(layer.traits.source))
+        ours.enter_context(standing_in(layer.traits.source))
         ours.enter_context(blocks_of_queries(layer.traits.indexer))
-        args, kwargs = segment.calls[layer.index]
-        kwargs = kwargs | {name: segment.relay.get(name) for name in layer.traits.relay}
+        kwargs = segment.calls[layer.index] | {name: segment.relay.get(name) for name in layer.traits.relay}
         if layer.traits.indexed:
             kwargs["attention_mask"] = segment.mask(x.device)
         x = segment.stack(x) if layer.traits.stacked else x
         if layer.traits.embedded:  # the rows are hidden states and, behind them, embeddings
             x, embeddings = x.chunk(2, -1)
-            args = [embeddings if i in layer.traits.embedded else arg for i, arg in enumerate(args)]
+            kwargs |= dict.fromkeys(layer.traits.embedded, embeddings)
         with router_logits(layer) as routed:
-            y = stock(x, *args, **kwargs, cache=view)
+            y = stock(x, **kwargs, cache=view)
         if routed:
             logits = routed[0].view(*x.shape[:2], -1)
             view.routed = segment.unstack(logits) if layer.traits.stacked else logits

@@ -4,42 +4,17 @@
 
     b batch   d channels   t tokens   n state size
 
-It stands in for transformers' `mamba_selective_scan` (mamba, falcon_mamba, jamba) while a layer operation runs.
+It stands in for transformers' `mamba_selective_scan` (mamba, falcon_mamba, jamba): stand_ins.py.
 """
 
-import contextlib
 import math
-import sys
-from collections.abc import Iterator
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from .attention import VIEW
+from .attention import current_view
 from .kernels import PYTORCH, note
-
-STOCK = "mamba_selective_scan"
-
-
-def namespace_of_scan(layer: nn.Module) -> dict[str, Any] | None:
-    """Where the layer's code looks its scan up, or `None`. Asked at attach: engines swap the layer's class."""
-    names = vars(sys.modules[type(layer).__module__])
-    return names if STOCK in names else None
-
-
-@contextlib.contextmanager
-def continued_scans(names: dict[str, Any] | None) -> Iterator[None]:
-    """While it is open, the scans of the layer's model begin at the state in the layer's view."""
-    if names is None:
-        yield
-        return
-    stock, names[STOCK] = names[STOCK], selective_scan
-    try:
-        yield
-    finally:
-        names[STOCK] = stock
 
 
 def selective_scan(
@@ -56,8 +31,6 @@ def selective_scan(
     **ignored,
 ):
     """As transformers' function, with its arguments. Costs about 2 sqrt(t) steps of the recurrence in Python."""
-    view = VIEW.get()
-    assert view is not None, "only run() runs a layer"
     note("Mamba scan", PYTORCH)
     if delta_bias is not None:
         dt_bdt = dt_bdt + delta_bias.to(dt_bdt.dtype)[..., None]
@@ -65,7 +38,7 @@ def selective_scan(
         dt_bdt = functional.softplus(dt_bdt)
     a = torch.exp(A_dn[:, None] * dt_bdt[..., None])
     b = dt_bdt[..., None] * B_bnt.mT[:, None].float() * x_bdt[..., None].float()
-    h0 = view.get_recurrent_state(0)
+    h0 = current_view().get_recurrent_state(0)
     states = LinearRecurrence.apply(a, b, torch.zeros_like(b[:, :, 0]) if h0 is None else h0)
     y = torch.einsum("bdtn,bnt->bdt", states.to(x_bdt.dtype), C_bnt)
     if D is not None:

@@ -44,6 +44,7 @@ SUPPORTED = (
     "qwen3_5_text",
     "qwen3_moe",
     "qwen3_next",
+    "recurrent_gemma",
     "zamba2",
 )
 ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")

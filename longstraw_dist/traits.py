@@ -1,7 +1,6 @@
 """What a layer is like, beside a chain of attention and MLP: found by the blueprint, read by operation and state."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
@@ -10,26 +9,24 @@ from torch import nn
 class Traits:
     """
     Args:
+        source (`str`): the Python module of its code, noted at attach because engines swap its class: stand_ins.py.
         attends (`bool`): its state is keys and values and nothing else.
         joined (`bool`): it makes keys and values of latents, those of the past included; latents are the state.
         indexed (`bool`): it attends to chosen keys, and takes a mask for it.
         indexer (`nn.Module`, *optional*): its module that chooses them, if it has one of its own.
         stacked (`bool`): it has a recurrence, so that the responses of a replay must lie side by side.
         router (`tuple[nn.Module, int]`, *optional*): its router, and where in its output the logits are.
-        namespace (`str`, *optional*): the module whose code it runs, and where that looks its mixers up: kernels.py.
-        scan (`dict`, *optional*): where its code looks up the scan that stands to be replaced: scan.py.
-        embedded (`tuple[int, ...]`): arguments, counted behind its hidden states, that are the embeddings.
+        embedded (`tuple[str, ...]`): arguments that are the embeddings.
         relay (`dict[str, int]`): arguments that it takes from what the layer before returned behind its hidden states,
             and at which place of the tuple.
     """
 
+    source: str
     attends: bool
     joined: bool = False
     indexed: bool = False
     indexer: nn.Module | None = None
     stacked: bool = False
     router: tuple[nn.Module, int] | None = None
-    namespace: str | None = None
-    scan: dict[str, Any] | None = None
-    embedded: tuple[int, ...] = ()
+    embedded: tuple[str, ...] = ()
     relay: dict[str, int] = field(default_factory=dict)

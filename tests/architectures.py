@@ -81,6 +81,16 @@ ARCHITECTURES = {
         "Lfm2Moe",
         {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1, **EXPERTS},
     ),
+    # convolution and RG-LRU
+    "recurrent_gemma": (
+        "RecurrentGemma",
+        {
+            "lru_width": 48,
+            "block_types": ["recurrent", "attention", "recurrent"],
+            "attention_window_size": 6,
+            "logits_soft_cap": 3.0,
+        },
+    ),
     # convolution and state space
     "mamba": ("Mamba", {"state_size": 8}),
     "falcon_mamba": ("FalconMamba", {"state_size": 8}),

@@ -52,6 +52,33 @@ def test_after_a_step():
     check_stock(model, tiny("qwen3"))
 
 
+@pytest.mark.parametrize("generated_before", [False, True])
+def test_states_that_stock_keeps_on_its_modules(generated_before):
+    """recurrent_gemma's, from the last `generate` or stock forward: not read, and still there afterwards."""
+    model, reference = (tiny("recurrent_gemma") for _ in range(2))
+    attach(model, LongStrawConfig(prompt_chunk_size=8))
+    if generated_before:
+        for m in (model, reference):
+            m.generate(IDS, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    before = states_on_modules(model)
+    assert all((t is not None) == generated_before for t in before)
+    classes = {type(m): dict(vars(type(m))) for m in model.modules()}
+    for _ in range(2):
+        model.zero_grad()
+        out = model(prompt_groups=ragged())
+        weigh(out.logps, out.entropies).backward()
+        assert all(a is b for a, b in zip(states_on_modules(model), before, strict=True))
+        assert all(dict(vars(kind)) == attributes for kind, attributes in classes.items())
+    weigh(*stock_rows(reference, ragged())).backward()
+    assert relative(gradients(model), gradients(reference)) <= 1e-5
+    check_stock(model, reference)
+
+
+def states_on_modules(model) -> list:
+    names = ("conv1d_state", "recurrent_states")
+    return [v for m in model.modules() for k, v in vars(m).items() if k in names]
+
+
 @pytest.mark.parametrize("during", ["forward", "backward"])
 def test_after_an_exception(during, monkeypatch):
     model = attach(tiny("llama"), LongStrawConfig(prompt_chunk_size=8))
@@ -96,8 +123,9 @@ def test_signature_is_the_models_own():
     assert inspect.signature(attach(tiny("llama")).forward).parameters.keys() >= {"input_ids", "attention_mask"}
 
 
-def test_deepcopy_is_independent():
-    model = attach(tiny("llama"))
+@pytest.mark.parametrize("kind", ["llama", "jamba"])
+def test_deepcopy_is_independent(kind):
+    model = attach(tiny(kind))
     pending = model(prompt_groups=ragged())
     twin = copy.deepcopy(model)
     with torch.no_grad():
@@ -111,7 +139,7 @@ def test_deepcopy_is_independent():
     out = twin(prompt_groups=ragged())
     weigh(out.logps, out.entropies).backward()
     assert all(p.grad is None for p in model.parameters())
-    reference = tiny("llama")
+    reference = tiny(kind)
     reference.load_state_dict(twin.state_dict())
     assert torch.equal(twin(input_ids=IDS).logits, reference(input_ids=IDS).logits)
     weigh(*stock_rows(reference, ragged())).backward()

@@ -16,6 +16,10 @@ from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedConfig, TrainingArguments, masking_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.recurrent_gemma.modeling_recurrent_gemma import (
+    RecurrentGemmaRecurrentBlock,
+    RecurrentGemmaRglru,
+)
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import utils as trl_utils
 
@@ -70,6 +74,21 @@ SOURCES = {
         GradientCheckpointingLayer.__init_subclass__,
         "9f660860758b",
         "longstraw_dist/replay.py: no_checkpointing() turns it off by the flag of the instance",
+    ),
+    "transformers RecurrentGemmaRecurrentBlock.forward": (
+        RecurrentGemmaRecurrentBlock.forward,
+        "2181f09992ba",
+        "longstraw_dist/rg_lru.py: block_forward stands in for it",
+    ),
+    "transformers RecurrentGemmaRglru.forward": (
+        RecurrentGemmaRglru.forward,
+        "368dc2bb8477",
+        "longstraw_dist/rg_lru.py: it hands recurrent_states to the scan, and sets it to what the scan returns",
+    ),
+    "transformers RecurrentGemmaRglru._rnn_scan": (
+        RecurrentGemmaRglru._rnn_scan,
+        "c0ee84ae383f",
+        "longstraw_dist/rg_lru.py: rnn_scan stands in for it",
     ),
 }
 

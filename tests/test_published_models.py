@@ -12,6 +12,7 @@ from transformers import AutoConfig
 from longstraw_dist import attach
 from longstraw_dist.attach import attachment_of
 from longstraw_dist.failures import Place
+from longstraw_dist.graphs import Budget
 from longstraw_dist.groups import Packed, Segment
 from longstraw_dist.meter import Meter
 from longstraw_dist.replay import Call, Layer, Progress, run
@@ -50,7 +51,7 @@ def test_bytes_of_prompt_state(name):
     segment = Segment(slice(0, TOKENS), 0, (TOKENS,), is_chunk=True)
     plan.describe(segment, torch.empty(0, dtype=torch.bfloat16, device="meta"))
     empty = torch.empty(0, dtype=torch.int64)
-    call = Call(Packed([], empty, empty, empty, [], 0), plan.config, Meter(), Progress(), Place(), lambda _: None)
+    call = Call(Packed([], empty, empty, empty, [], 0), plan.config, Meter(), Progress(), Place(), Budget(0), lambda _: None)
     growing, carried = Counter(), Counter()
     for i, module in enumerate(plan.layers):
         layer = Layer(call, module, i, True, i == 0, False, plan.traits[i])
