@@ -76,12 +76,38 @@ def test_the_state_matters(kind):
     assert (a - b).abs().max() > 1e-2
 
 
-def test_a_text_model_inside_of_another(record_property):
-    """The released Qwen3.5 and 3.6 checkpoints, with text prompts."""
-    text = tiny("qwen3_5_text").config.to_dict()
-    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32}
-    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
-    model, groups = transformers.Qwen3_5ForConditionalGeneration(config).train(), ragged()
+PLACEHOLDERS = {"image_token_id": 5, "video_token_id": 6, "audio_token_id": 7}  # which `ragged` draws, too
+AROUND = {  # name -> the text model inside, settings around it
+    "Qwen3_5": (
+        "qwen3_5_text",
+        {"vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}},
+    ),
+    "Gemma4": (
+        "gemma4_text",
+        {
+            "vision_config": {
+                "hidden_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "intermediate_size": 32,
+                "position_embedding_size": 16,
+            },
+            **PLACEHOLDERS,
+        },
+    ),
+    "Gemma4Unified": ("gemma4_unified_text", PLACEHOLDERS),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_a_text_model_inside_of_another(name, record_property):
+    """The released checkpoints of Qwen3.5 and 3.6, Gemma 4 12B, 26B-A4B and 31B, with text prompts."""
+    kind, around = AROUND[name]
+    text = tiny(kind, pad_token_id=0).config.to_dict()
+    config = getattr(transformers, f"{name}Config")(text_config=text, **around)
+    model, groups = getattr(transformers, f"{name}ForConditionalGeneration")(config).train(), ragged()
     spread(model, 0)
     moderate(model)
     stock = run(model, stock_rows(model, groups, 0.7))
