@@ -260,7 +260,8 @@ class Attachment:
         packed = pack(groups, config, device, plan.recurrent, with_ends)
         self.meter.begin(len(packed.prompt_ids), packed.tokens_saved, recording)
 
-        embedded = plan.embedding(torch.cat([packed.prompt_ids, packed.response_ids])[None])
+        ids = torch.cat([packed.prompt_ids, packed.response_ids])[None]
+        embedded = plan.embedding(ids if plan.read is None else plan.read(ids))
         if plan.enter is not None:
             embedded = plan.enter(embedded)
         if plan.embedded:  # every layer reads them: they travel behind the hidden states

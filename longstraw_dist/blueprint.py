@@ -6,6 +6,7 @@ with. No real module is called, so no engine gathers anything and ranks with dif
 embeddings, masks and whatever else a layer takes come out as the architecture makes them; nothing here names one.
 """
 
+import contextlib
 import copy
 import inspect
 import itertools
@@ -21,6 +22,7 @@ from transformers.cache_utils import (
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    KVSharingDict,
     LinearAttentionCacheLayerMixin,
 )
 
@@ -28,6 +30,10 @@ from .attention import prefix_attention
 from .groups import Segment
 from .indexer import find_indexer
 from .traits import Traits
+
+
+class Reached(Exception):
+    """A stub behind which nothing is wanted was called."""
 
 
 class Stub(nn.Module):
@@ -43,6 +49,7 @@ class Stub(nn.Module):
             self.weight = torch.empty(0, dtype=weight.dtype)
         self.names = list(inspect.signature(type(module).forward).parameters)[2:]  # behind `self` and the first
         self.width = width
+        self.ends = False  # whether the run ends here
         self.returns = 0  # length of the tuple that its output opens, or 0 for a tensor
         self.tokens = [object() for _ in range(3)]  # stand for the rest of the tuple
         self.forget()
@@ -55,6 +62,8 @@ class Stub(nn.Module):
     def forward(self, *args, **kwargs):
         self.args, rest = args[:1], args[1:]
         self.kwargs = dict(zip(self.names[: len(rest)], rest, strict=True)) | kwargs
+        if self.ends:
+            raise Reached
         if self.out is None:
             self.out = blank(args[0], args[0].shape[:-1], self.width)
         return self.out if not self.returns else (self.out, *self.tokens[: self.returns - 1])
@@ -63,6 +72,13 @@ class Stub(nn.Module):
 def blank(like: Tensor, rows: Sequence[int], width: int) -> Tensor:
     """`[*rows, width]` with one element of memory; differentiable as `like` is."""
     return like.new_empty(1).requires_grad_(like.requires_grad).expand(*rows, width)
+
+
+class Unread(KVSharingDict):
+    """Where a layer puts its keys and values for later layers, of which there are none: support.py. Keeps nothing."""
+
+    def __setitem__(self, key, value) -> None:
+        pass
 
 
 class Blueprint:
@@ -75,6 +91,7 @@ class Blueprint:
 
     Attributes:
         embedding, layers, norm, head: the model's own modules, to be called in this order.
+        read (`Callable`): which ids it embeds for those that it gets (padding for an image's), or `None`.
         enter (`Callable`): what the model does with its embeddings before the first layer (a scale), or `None`.
         finish (`Callable`): what it does with its logits behind the head (a softcap, a scale), or `None`.
         traits (`list[Traits]`): of each layer.
@@ -106,6 +123,8 @@ class Blueprint:
             raise ValueError(f"{type(model).__name__} keeps its input embedding outside of its decoder.")
         self.begin = stubs[self.embedding]
         self.norm = self._prove(type(model).__name__, stubs)
+        ids = torch.zeros(1, 3, dtype=torch.int64, device=self.device)
+        self.read = None if same(self._read(ids), ids) else self._read
         self.enter = None if same(self._enter(x := self._sample(3)), x) else self._enter
         self.finish = None if self._hands_on_logits() else self._finish
         self.modules = named_modules(model)
@@ -195,14 +214,14 @@ class Blueprint:
             raise ValueError(f"{kind} changes its embeddings by more than each token for itself.")
         return norms[0]
 
-    def _run(self, ghost: nn.Module, x: Tensor, positions: Tensor | None = None) -> Any:
+    def _run(self, ghost: nn.Module, x: Tensor, positions: Tensor | None = None, ids: Tensor | None = None) -> Any:
         """The model's own forward, or its decoder's, on embeddings `x`. Costs under a millisecond."""
         self.begin.out = x
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device).expand(len(x), -1)
         given = {"position_ids": positions} if self.takes_positions else {}
         with prefix_attention(self.config):
-            return ghost(input_ids=torch.zeros_like(positions), use_cache=False, **given)
+            return ghost(input_ids=torch.zeros_like(positions) if ids is None else ids, use_cache=False, **given)
 
     def _hands_on_logits(self) -> bool:
         """Whether the head's output is the model's. If not, what becomes of a logit must not depend on the others."""
@@ -215,6 +234,17 @@ class Blueprint:
         if not equal(out, alone):
             raise ValueError("what the model does behind its head mixes logits of different tokens.")
         return False
+
+    def _read(self, ids: Tensor) -> Tensor:
+        """int64 `[1, N]`: the model's own code before its embedding."""
+        x = blank(torch.empty(0, device=ids.device), ids.shape, self.config.hidden_size)
+        self.begin.ends = True
+        with contextlib.suppress(Reached):
+            self._run(self.whole, x, ids=ids)
+        self.begin.ends = False
+        out = self.begin.args[0]
+        self.forget()
+        return out
 
     def _enter(self, x: Tensor) -> Tensor:
         """`[1, N, H]`: the model's own code before its first layer."""
@@ -268,7 +298,10 @@ class Blueprint:
         with torch.no_grad():
             self._run(self.ghost, like.new_empty(1).expand(*positions.shape, self.config.hidden_size), positions)
         apart = {"cache", *self.relay}
-        calls = [{k: v for k, v in stub.kwargs.items() if k not in apart} for stub in self.stubs]
+        calls = [
+            {k: Unread() if isinstance(v, KVSharingDict) else v for k, v in stub.kwargs.items() if k not in apart}
+            for stub in self.stubs
+        ]
         self.forget()
         return calls
 

@@ -15,6 +15,10 @@ SUPPORTED = (
     "falcon_mamba",
     "gemma2",
     "gemma3_text",
+    "gemma4",
+    "gemma4_text",
+    "gemma4_unified",
+    "gemma4_unified_text",
     "glm4",
     "glm4_moe",
     "glm4_moe_lite",
@@ -47,6 +51,15 @@ SUPPORTED = (
     "recurrent_gemma",
     "zamba2",
 )
+# Types that a list of layers does not describe, and settings that couple layers beside their hidden states.
+REFUSED = dict.fromkeys(
+    ("gemma3n", "gemma3n_text"), "its layers hand on several hidden states (AltUp), and each reads a second embedding"
+)
+COUPLED = {
+    "num_kv_shared_layers": "the last layers read keys and values of an earlier layer, whose gradient would end "
+    "between two layer operations",
+    "hidden_size_per_layer_input": "each layer reads a second embedding, whose gradient would be lost",
+}
 ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 EXPERTS = (None, "eager", "grouped_mm")
 
@@ -66,21 +79,29 @@ def find_dropout(model: nn.Module) -> str | None:
 
 def refuse_inexact(model: PreTrainedModel) -> None:
     """Raises `ValueError` for a type, or a setting, under which a run in segments differs from the stock one."""
-    if model.config.model_type not in SUPPORTED:
-        raise ValueError(f'model type "{model.config.model_type}" is not supported yet: {", ".join(SUPPORTED)} are.')
+    kind = model.config.model_type
+    if kind in REFUSED:
+        raise ValueError(f'model type "{kind}" is not supported: {REFUSED[kind]}.')
+    if kind not in SUPPORTED:
+        raise ValueError(f'model type "{kind}" is not supported yet: {", ".join(SUPPORTED)} are.')
     if (fault := find_dropout(model)) is not None:
         raise ValueError(fault)
     config = model.config.get_text_config()
     settings = config.to_dict()
     rope = settings.get("rope_parameters") or {}
-    for kind in (rope.get("rope_type"), *(r.get("rope_type") for r in rope.values() if isinstance(r, dict))):
-        if kind in ("dynamic", "longrope"):
+    for rope_type in (rope.get("rope_type"), *(r.get("rope_type") for r in rope.values() if isinstance(r, dict))):
+        if rope_type in ("dynamic", "longrope"):
             raise ValueError(
-                f"rope_type={kind!r} depends on the length of each call, so a prompt in chunks would differ: "
+                f"rope_type={rope_type!r} depends on the length of each call, so a prompt in chunks would differ: "
                 'use "default", "linear", "llama3" or "yarn".'
             )
-    if settings.get("use_bidirectional_attention"):
-        raise ValueError("use_bidirectional_attention=True: a prompt chunk would have to see those behind it.")
+    for name, reason in COUPLED.items():
+        if settings.get(name):
+            raise ValueError(f"{name}={settings[name]}: {reason}. Only 0 is exact.")
+    if (bidirectional := settings.get("use_bidirectional_attention")) not in (None, False, "vision"):  # images alone
+        raise ValueError(
+            f"use_bidirectional_attention={bidirectional!r}: a prompt chunk would have to see those behind it."
+        )
     if config._experts_implementation not in EXPERTS:
         raise ValueError(
             f"experts_implementation={config._experts_implementation!r} was not tested: choose eager or grouped_mm."

@@ -36,12 +36,34 @@ GROUPED_EXPERTS = {
     "n_group": 1,
     "topk_group": 1,
 }
+WIDE_IN_FULL = {  # gemma4: full attention has wider and fewer keys
+    "head_dim": 8,
+    "global_head_dim": 12,
+    "num_global_key_value_heads": 1,
+    "sliding_window": 6,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "final_logit_softcapping": 3.0,
+    "hidden_size_per_layer_input": 0,
+}
 INDEXED = {"index_topk": 6, "index_n_heads": 32, "index_head_dim": 16, "head_dim": 8}
 
 ARCHITECTURES = {
     # keys and values
     "ministral": ("Ministral", {"head_dim": 8, "sliding_window": 6, "layer_types": WINDOWS}),
     "olmo3": ("Olmo3", {"sliding_window": 6, "layer_types": WINDOWS}),
+    "gemma4_text": (
+        "Gemma4",
+        {
+            **WIDE_IN_FULL,
+            "attention_k_eq_v": True,
+            "use_bidirectional_attention": "vision",
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 16,
+        },
+    ),
+    "gemma4_unified_text": ("Gemma4Unified", WIDE_IN_FULL),
     "gpt_oss": ("GptOss", {"head_dim": 8, "sliding_window": 6, "layer_types": WINDOWS, **LOCAL_EXPERTS}),
     "glm4_moe": ("Glm4Moe", {"head_dim": 8, **GROUPED_EXPERTS}),
     "minimax_m2": ("MiniMaxM2", {"head_dim": 8, **LOCAL_EXPERTS}),
@@ -142,5 +164,9 @@ ARCHITECTURES = {
     ),
 }
 
-# What the stock model needs to continue from its own cache: minimax counts the tokens in its first layer's keys.
-CACHED = {"minimax": {"layer_types": ["full_attention", "linear_attention", "full_attention"]}}
+# What the stock model needs to continue from its own cache: minimax counts the tokens in its first layer's keys,
+# recurrent_gemma starts with states of the hidden size.
+CACHED = {
+    "minimax": {"layer_types": ["full_attention", "linear_attention", "full_attention"]},
+    "recurrent_gemma": {"lru_width": 32},
+}

@@ -81,12 +81,22 @@ def tiny(kind: str, tied: bool = False, seed: int = 0, dtype: torch.dtype = torc
     return model.to(dtype).train()
 
 
-def inside_of_another(**overrides):
-    """What Qwen3.5 and 3.6 are released as, in little: `qwen3_5_text` beside a model of images."""
-    text = tiny("qwen3_5_text", **overrides).config.to_dict()
-    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32}
-    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
-    model = transformers.Qwen3_5ForConditionalGeneration(config)
+IMAGES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+QWEN_IMAGES = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32}
+GEMMA_IMAGES = {**IMAGES, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16}
+PLACEHOLDERS = {"image_token_id": 5, "video_token_id": 6, "audio_token_id": 7}  # which `ragged` draws, too
+AROUND = {  # what released checkpoints are -> the text model inside, and what is around it
+    "Qwen3_5": ("qwen3_5_text", {"vision_config": QWEN_IMAGES}),
+    "Gemma4": ("gemma4_text", {"vision_config": GEMMA_IMAGES, **PLACEHOLDERS}),
+    "Gemma4Unified": ("gemma4_unified_text", PLACEHOLDERS),
+}
+
+
+def inside_of_another(name: str = "Qwen3_5", **overrides):
+    """A text model beside another for images."""
+    kind, around = AROUND[name]
+    config = getattr(transformers, f"{name}Config")(text_config=tiny(kind, **overrides).config.to_dict(), **around)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     spread(model, 0)
     moderate(model)
     return model.train()

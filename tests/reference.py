@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.cache_utils import Cache, LinearAttentionLayer
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
 from longstraw_dist import PromptGroup
 
@@ -45,19 +45,29 @@ def cut_row(model: Any, ids: Tensor, captured: int, detached: int) -> Tensor:
         hooks = [layer.register_forward_pre_hook(cut_hidden) for layer in layers[detached : detached + 1]]
         # zamba2 hands its embeddings to every layer: they come from below the exact ones
         hooks.append(model.get_input_embeddings().register_forward_hook(lambda module, args, out: out.detach()))
-        cache = model(input_ids=ids[:, :captured], use_cache=True).cache
+        if by_token := model.config.model_type == "recurrent_gemma":  # and keeps its states on its modules
+            model.get_decoder()._setup_cache(model.config, 1, ids.device, model.dtype)
+            cache = DynamicCache(config=model.config)
+            model(input_ids=ids[:, :captured], use_cache=True, cache=cache)
+        else:
+            cache = model(input_ids=ids[:, :captured], use_cache=True).cache
         for hook in hooks:
             hook.remove()
-        for layer in cache.layers[:detached]:
-            vars(layer).update({name: constant(state) for name, state in vars(layer).items()})
+        modules = [m for layer in layers[:detached] for m in layer.modules()] if by_token else []
+        for attributes in map(vars, (*cache.layers[:detached], *modules)):
+            attributes.update({name: constant(t) for name, t in attributes.items() if not name.startswith("_")})
         if "linear_cache" in vars(cache):  # minimax
             cache.linear_cache[:detached] = [constant(state) for state in cache.linear_cache[:detached]]
         cache.activate_past_recording()  # keeps others from it
         # one token more, that nothing sees: some layers write in place where there is one
         behind = torch.cat([ids[:, captured:], ids[:, -1:]], 1)
         positions = torch.arange(captured, captured + behind.shape[1])[None]  # bamba counts from its cache wrongly
-        given = {"position_ids": positions} if "position_ids" in inspect.signature(model.forward).parameters else {}
-        return model(input_ids=behind, cache=cache, use_cache=True, **given).logits
+        takes = "position_ids" in inspect.signature(model.forward).parameters
+        logits = []
+        for at in [slice(i, i + 1) for i in range(behind.shape[1])] if by_token else [slice(None)]:
+            given = {"position_ids": positions[:, at]} if takes else {}
+            logits.append(model(input_ids=behind[:, at], cache=cache, use_cache=True, **given).logits)
+        return torch.cat(logits, 1)
 
 
 def cut_hidden(module: nn.Module, args: tuple) -> tuple:

@@ -1,6 +1,5 @@
 """Every architecture against its stock model, response by response: log-probs, entropies, every gradient."""
 
-import contextlib
 import functools
 import itertools
 import sys
@@ -14,22 +13,23 @@ from longstraw_dist import LongStrawConfig, PromptGroup, attach, indexer
 from longstraw_dist.config import exact_layers
 
 from .architectures import ARCHITECTURES, CACHED
-from .models import inside_of_another, ragged, tiny, weigh
+from .models import AROUND, inside_of_another, ragged, tiny, weigh
 from .reference import gradients, relative, stock_rows, worst
 
 DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 LAYERS = 3
+IDLE = ("indexer",)  # without a gradient, stock's too
 TIED = ("zamba2",)  # whose blocks are shared by tying them
 
 
-def delta_rule_in_chunks(model, size: int):
-    """The stock delta rule cut elsewhere: what it differs by then is its own noise."""
+def other_ways(model, *sizes: int) -> list:
+    """Ways in which the stock model computes the same: with other attention, with the delta rule in other chunks. What
+    it differs by then is its own noise."""
     module = sys.modules[type(model.get_decoder()).__module__]
     names = [name for name in DELTA_RULES if name in vars(module)]
-    if not names:
-        return contextlib.nullcontext()
-    (name,) = names
-    return mock.patch.object(module, name, functools.partial(vars(module)[name], chunk_size=size))
+    rules = [functools.partial(vars(module)[name], chunk_size=size) for name in names for size in sizes]
+    eager = mock.patch.object(model.config.get_text_config(), "_attn_implementation_internal", "eager")
+    return [eager, *(mock.patch.object(module, name, rule) for name in names for rule in rules)]
 
 
 def run(model, rows):
@@ -47,6 +47,31 @@ def errors(found, reference) -> tuple[float, float, float]:
     return float((scores - stock_scores).abs().max()), relative(grads, stock_grads), worst(grads, stock_grads)[0]
 
 
+def check(model, wide, config: LongStrawConfig, record) -> None:
+    """Against the stock rows, within 1e-5 or twice their own noise; `wide` is the same model in float64."""
+    groups, mode = ragged(), config.prompt_grad
+    rows = functools.partial(stock_rows, groups=groups, temperature=0.7, detached=LAYERS - exact_layers(mode, LAYERS))
+    stock = run(model, rows(model))
+    assert stock[1].keys() == {
+        n for n, p in model.named_parameters() if p.requires_grad and not any(i in n for i in IDLE)
+    }
+    noise = [errors(stock, run(wide, rows(wide)))]
+    for other_way in other_ways(model, min(max(config.prompt_chunk_size, 2), 8), 32):
+        with other_way:
+            noise.append(errors(run(model, rows(model)), stock))
+    attach(model, config)
+    out = model(prompt_groups=groups, temperature=0.7)
+    found, own = (
+        errors(run(model, (out.logps, out.entropies)), stock),
+        [max(each) for each in zip(*noise, strict=True)],
+    )
+    for name, value in zip(("log_prob", "gradient", "parameter"), found, strict=True):
+        record(name, value)
+    print(f"log-prob, gradient, parameter {found}; noise of the stock model {own}")
+    for error, noisy, bar in zip(found, own, (1e-5, 1e-5, 3e-4), strict=True):
+        assert error <= max(bar, 2 * noisy)
+
+
 def modes_and_chunks():
     for mode, chunk in itertools.product(["exact", "detached", "last:2"], [1, 7, 1024]):
         slow = mode != "exact" and chunk != 7
@@ -56,24 +81,13 @@ def modes_and_chunks():
 @pytest.mark.parametrize(("mode", "chunk"), modes_and_chunks())
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_parity(kind, mode, chunk, record_property):
+    record_property("kind", kind)
+    record_property("mode", mode)
     overrides = {} if mode == "exact" else CACHED.get(kind, {})
-    model, groups = tiny(kind, tied=kind in TIED, **overrides), ragged()
-    rows = functools.partial(stock_rows, detached=LAYERS - exact_layers(mode, LAYERS))
-    stock = run(model, rows(model, groups, 0.7))
-    with delta_rule_in_chunks(model, min(max(chunk, 2), 8)):
-        recut = errors(run(model, rows(model, groups, 0.7)), stock)
+    model = tiny(kind, tied=kind in TIED, **overrides)
     eager = {"experts_implementation": "eager"}  # the grouped one has no float64
     wide = tiny(kind, tied=kind in TIED, dtype=torch.float64, **eager, **overrides)
-    rounding = errors(stock, run(wide, rows(wide, groups, 0.7)))
-    noise = [max(pair) for pair in zip(recut, rounding, strict=True)]
-    attach(model, LongStrawConfig(prompt_grad=mode, prompt_chunk_size=chunk))
-    out = model(prompt_groups=groups, temperature=0.7)
-    found = errors(run(model, (out.logps, out.entropies)), stock)
-    record_property("errors", found)
-    record_property("noise", noise)
-    print(f"{kind} {mode}, chunk {chunk}: log-prob, gradient, parameter {found}; noise of the stock model {noise}")
-    for error, own, bar in zip(found, noise, (1e-5, 1e-5, 3e-4), strict=True):
-        assert error <= max(bar, 2 * own)
+    check(model, wide, LongStrawConfig(prompt_grad=mode, prompt_chunk_size=chunk), record_property)
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
@@ -87,18 +101,14 @@ def test_the_state_matters(kind):
     assert (a - b).abs().max() > 1e-2
 
 
-def test_a_text_model_inside_of_another(record_property):
-    """The released Qwen3.5 and 3.6 checkpoints, with text prompts."""
-    model, groups = inside_of_another(), ragged()
-    stock = run(model, stock_rows(model, groups, 0.7))
-    with delta_rule_in_chunks(model, 8):
-        noise = errors(run(model, stock_rows(model, groups, 0.7)), stock)
-    attach(model, LongStrawConfig(prompt_chunk_size=7))
-    out = model(prompt_groups=groups, temperature=0.7)
-    found = errors(run(model, (out.logps, out.entropies)), stock)
-    record_property("errors", found)
-    for error, own, bar in zip(found, noise, (1e-5, 1e-5, 3e-4), strict=True):
-        assert error <= max(bar, 2 * own)
+@pytest.mark.parametrize("name", AROUND)
+def test_a_text_model_inside_of_another(name, record_property):
+    """As released checkpoints are, with text prompts, in which ids of images may stand."""
+    model, wide = inside_of_another(name, pad_token_id=0), inside_of_another(name, pad_token_id=0).double()
+    wide.config.get_text_config()._experts_implementation = "eager"  # the grouped one has no float64
+    for n, p in model.named_parameters():
+        p.requires_grad_("language_model" in n or "lm_head" in n)
+    check(model, wide, LongStrawConfig(prompt_chunk_size=7), record_property)
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])

@@ -36,6 +36,22 @@ BAD_CALLS = {
 }
 
 
+GEMMA3N = transformers.Gemma3nTextConfig(
+    vocab_size=9,
+    vocab_size_per_layer_input=9,
+    hidden_size=8,
+    hidden_size_per_layer_input=4,
+    intermediate_size=8,
+    num_hidden_layers=2,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+    num_kv_shared_layers=0,
+    head_dim=8,
+    laurel_rank=2,
+    pad_token_id=0,
+)
+
+
 @pytest.fixture
 def model():
     return attach(tiny("llama"))
@@ -117,6 +133,8 @@ def test_unsupported_type():
     config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9)
     with pytest.raises(ValueError, match='model type "gpt2" is not supported'):
         attach(transformers.GPT2LMHeadModel(config))
+    with pytest.raises(ValueError, match=r"gemma3n_text.* several hidden states \(AltUp\)"):
+        attach(transformers.Gemma3nForCausalLM(GEMMA3N))
     with pytest.raises(ValueError, match="got a Linear"):
         attach(torch.nn.Linear(1, 1))
     with pytest.raises(ValueError, match="got a LlamaModel"):
@@ -143,6 +161,13 @@ def test_router_jitter():
     ("kind", "settings", "message"),
     [
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'"),
+        ("gemma4_text", {"num_kv_shared_layers": 1}, "num_kv_shared_layers=1: the last layers read keys"),
+        (
+            "gemma4_text",
+            {"hidden_size_per_layer_input": 8},
+            "hidden_size_per_layer_input=8: each layer reads a second",
+        ),
         ("qwen3_moe", {"experts_implementation": "sonicmoe"}, "experts_implementation='sonicmoe'"),
         (
             "gemma3_text",

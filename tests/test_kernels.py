@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
-from longstraw_dist import LongStrawConfig, attach, kernels, scan
+from longstraw_dist import LongStrawConfig, attach, kernels
 from longstraw_dist.kernels import MIXERS, PYTORCH, unwrap
 from longstraw_dist.support import SUPPORTED
 
@@ -62,7 +62,7 @@ def test_the_table_is_complete():
         here = wrapped_by_transformers(namespace_of(kind))
         assert bool(here) == (kind in KINDS or kind == "qwen3_5"), kind
         found |= here
-    assert set(found) == {*MIXERS, scan.STOCK}
+    assert set(found) == {*MIXERS, "mamba_selective_scan"}
     for name, mixer in MIXERS.items():
         if mixer.kernel is not None:
             takes = inspect.signature(unwrap(found[name])).parameters

@@ -51,7 +51,8 @@ def test_bytes_of_prompt_state(name):
     segment = Segment(slice(0, TOKENS), 0, (TOKENS,), is_chunk=True)
     plan.describe(segment, torch.empty(0, dtype=torch.bfloat16, device="meta"))
     empty = torch.empty(0, dtype=torch.int64)
-    call = Call(Packed([], empty, empty, empty, [], 0), plan.config, Meter(), Progress(), Place(), Budget(0), lambda _: None)
+    packed = Packed([], empty, empty, empty, [], 0)
+    call = Call(packed, plan.config, Meter(), Progress(), Place(), Budget(0), lambda _: None)
     growing, carried = Counter(), Counter()
     for i, module in enumerate(plan.layers):
         layer = Layer(call, module, i, True, i == 0, False, plan.traits[i])
