@@ -23,6 +23,7 @@ from longstraw_dist.state.pages import Carry, Grow, Window
 from longstraw_dist.support import SUPPORTED
 from tests.architectures import ARCHITECTURES
 from tests.models import MODELS, ragged, tiny, weigh
+from tests.more_architectures import FURTHER
 from tests.reference import cut_prompt, gradients, relative, stock_rows
 
 README = Path(__file__).parents[1] / "README.md"
@@ -86,7 +87,8 @@ def prompt_state(kind: str) -> tuple[str, str]:
     )
     traits = attachment_of(model).blueprint.traits
     if any(windows):
-        where = "in some layers " if "layer_types" in (MODELS | ARCHITECTURES)[kind][1] else ""
+        settings = FURTHER[kind] if kind in FURTHER else (MODELS | ARCHITECTURES)[kind][1]
+        where = "in some layers " if "layer_types" in settings else ""
         names = {f"{name}, {where}of a window" if name == "K, V" else name: None for name in names}
     layers = len(traits)
     growing = sum(size for grows, size in seen.values() if grows) / layers
@@ -108,7 +110,7 @@ def build(kind: str):
 def rows() -> str:
     lines = []
     for kind in SUPPORTED:
-        if kind == "qwen3_5":  # Qwen3_5ForConditionalGeneration: the layers of qwen3_5_text
+        if f"{kind}_text" in SUPPORTED:  # the same layers, inside of a model that sees
             continue
         exact = error(kind, "exact")
         detached = f"{error(kind, 'detached')[1]:.0e}" if kind in MODELS else ""

@@ -24,7 +24,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from .attention import prefix_attention
+from .attention import Mask, prefix_attention
 from .groups import Segment
 from .scan import namespace_of_scan
 from .traits import Traits
@@ -72,8 +72,10 @@ class Blueprint:
         `ValueError`: if the model is not a plain chain embed -> layers -> norm -> head, saying where it leaves it.
 
     Attributes:
-        embedding, layers, norm, head: the model's own modules, to be called in this order.
+        embedding, layers, norm, head: the model's own modules, to be called in this order. A norm without parameters
+            is part of `leave`.
         enter (`Callable`): what the model does with its embeddings before the first layer (a scale), or `None`.
+        leave (`Callable`): what it does with its hidden states before the head (a scale), or `None`.
         finish (`Callable`): what it does with its logits behind the head (a softcap, a scale), or `None`.
         traits (`list[Traits]`): of each layer.
         recurrent (`bool`): whether any layer has a recurrence.
@@ -83,7 +85,8 @@ class Blueprint:
     def __init__(self, model: PreTrainedModel):
         self.config = model.config.get_text_config()
         base = model.get_decoder()
-        (name, layers), *others = [(n, c) for n, c in base.named_children() if isinstance(c, nn.ModuleList)]
+        lists = [(n, c) for n, c in base.named_children() if isinstance(c, nn.ModuleList)]
+        (name, layers), *others = [(n, c) for n, c in lists if any(True for _ in c.parameters())]
         if others:
             raise ValueError(f"{type(model).__name__} has several lists of layers: {name}, {others[0][0]}, ...")
         self.layers: list[nn.Module] = list(layers)
@@ -128,6 +131,7 @@ class Blueprint:
                     scan=namespace_of_scan(layer),
                     embedded=self.embedded,
                     relay=self.relay,
+                    cache=self.cache,
                 )
             )
         return found
@@ -162,19 +166,24 @@ class Blueprint:
                     break
             self.forget()
         norms = [c for c, stub in stubs.items() if stub.args and stub is not self.begin]
-        if len(norms) != 1:
+        if len(norms) > 1:
             raise ValueError(f"{kind} calls {len(norms)} modules beside its layers, where one norm is known.")
-        for before, after in itertools.pairwise((*self.stubs, stubs[norms[0]], self.end)):
+        self.behind = stubs[norms[0]] if norms else self.stubs[-1]
+        hands_on = same(self.behind.out, self.end.args[0])
+        for before, after in itertools.pairwise((*self.stubs, *(stubs[n] for n in norms))):
             if not after.args or not same(before.out, after.args[0]):
-                raise ValueError(f"{kind} changes the hidden states between its layers, its norm and its head.")
+                raise ValueError(f"{kind} changes the hidden states between its layers and its norm.")
         extra = enumerate(self.stubs[0].args[1:])
         self.embedded = tuple(i for i, arg in extra if isinstance(arg, Tensor) and arg.requires_grad)
+        self.cache = "layer_past" if "layer_past" in self.stubs[0].kwargs else "cache"
         for stub in self.stubs:
-            if not stub.args or "cache" not in stub.kwargs:
+            if not stub.args or self.cache not in stub.kwargs:
                 raise ValueError(f"{kind} calls its layers without `cache`.")
             for i in self.embedded:
                 if not torch.equal(stub.args[1 + i], self.stubs[0].args[0]):
                     raise ValueError(f"{kind} hands more to its layers than hidden states and embeddings.")
+            if not all(mask.causal for mask in tree_leaves((stub.args, stub.kwargs)) if isinstance(mask, Mask)):
+                raise ValueError(f"{kind} has a mask that is neither causal nor causal in a window.")
             for name, value in stub.kwargs.items():
                 if any(value is token for other in self.stubs for token in other.tokens):
                     continue
@@ -187,10 +196,14 @@ class Blueprint:
             if any(value is token for token in before.tokens)
         }
         self.forget()
-        whole = self._enter(x)
-        if not all(torch.equal(whole[:, i : i + 1], self._enter(x[:, i : i + 1])) for i in range(3)):
-            raise ValueError(f"{kind} changes its embeddings by more than each token for itself.")
-        return norms[0]
+        for code, what in ((self._enter, "embeddings"), (self._leave, "last hidden states")):
+            whole = code(x)
+            if not all(torch.equal(whole[:, i : i + 1], code(x[:, i : i + 1])) for i in range(3)):
+                raise ValueError(f"{kind} changes its {what} by more than each token for itself.")
+        if self._leave(x.detach()).requires_grad:
+            raise ValueError(f"{kind} hands more to its head than its last hidden states.")
+        self.leave = None if hands_on else self._leave
+        return norms[0] if norms else nn.Identity()
 
     def _run(self, ghost: nn.Module, x: Tensor, positions: Tensor | None = None) -> Any:
         """The model's own forward, or its decoder's, on embeddings `x`. Costs under a millisecond."""
@@ -217,6 +230,14 @@ class Blueprint:
         """`[1, N, H]`: the model's own code before its first layer."""
         self._run(self.ghost, x)
         out = self.stubs[0].args[0]
+        self.forget()
+        return out
+
+    def _leave(self, x: Tensor) -> Tensor:
+        """`[1, C, H]`: the model's own code before its head."""
+        self.behind.out = x
+        self._run(self.whole, x.new_zeros(1).requires_grad_().expand_as(x))
+        out = self.end.args[0]
         self.forget()
         return out
 
@@ -264,7 +285,7 @@ class Blueprint:
         positions = of(like.device)
         with torch.no_grad():
             self._run(self.ghost, like.new_empty(1).expand(*positions.shape, self.config.hidden_size), positions)
-        apart = {"cache", *self.relay}
+        apart = {self.cache, *self.relay}
         calls = [
             (list(stub.args[1:]), {k: v for k, v in stub.kwargs.items() if k not in apart}) for stub in self.stubs
         ]

@@ -185,7 +185,7 @@ def run(layer: Layer, stock: Callable, segment: Segment, x: Tensor, view: View) 
             x, embeddings = x.chunk(2, -1)
             args = [embeddings if i in layer.traits.embedded else arg for i, arg in enumerate(args)]
         with router_logits(layer) as routed:
-            y = stock(x, *args, **kwargs, cache=view)
+            y = stock(x, *args, **kwargs, **{layer.traits.cache: view})
         if routed:
             logits = routed[0].view(*x.shape[:2], -1)
             view.routed = segment.unstack(logits) if layer.traits.stacked else logits

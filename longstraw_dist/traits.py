@@ -19,6 +19,7 @@ class Traits:
         embedded (`tuple[int, ...]`): arguments, counted behind its hidden states, that are the embeddings.
         relay (`dict[str, int]`): arguments that it takes from what the layer before returned behind its hidden states,
             and at which place of the tuple.
+        cache (`str`): the argument that its cache is.
     """
 
     attends: bool
@@ -29,3 +30,4 @@ class Traits:
     scan: dict[str, Any] | None = None
     embedded: tuple[int, ...] = ()
     relay: dict[str, int] = field(default_factory=dict)
+    cache: str = "cache"

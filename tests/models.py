@@ -5,10 +5,13 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from longstraw_dist import PromptGroup
 
 from .architectures import ARCHITECTURES
+from .more_architectures import FURTHER
 
 VOCABULARY = 97
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -56,8 +59,17 @@ MODELS = {
 
 def tiny(kind: str, tied: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides):
     """A causal LM of 3 layers of 32, in training mode. `overrides` go into its config."""
-    name, extra = (MODELS | ARCHITECTURES)[kind]
-    configuration = f"{name}TextConfig" if kind.endswith("_text") else f"{name}Config"
+    if kind in FURTHER:
+        name = kind.split()[0]
+        configuration, model_class, extra = (
+            CONFIG_MAPPING[name],
+            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name],
+            FURTHER[kind],
+        )
+    else:
+        name, extra = (MODELS | ARCHITECTURES)[kind]
+        configuration = getattr(transformers, f"{name}TextConfig" if kind.endswith("_text") else f"{name}Config")
+        model_class = f"{name}ForCausalLM"
     settings = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -73,11 +85,12 @@ def tiny(kind: str, tied: bool = False, seed: int = 0, dtype: torch.dtype = torc
         **extra,
         **overrides,
     }
-    config = getattr(transformers, configuration)(**settings)
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    model = getattr(transformers, model_class)(configuration(**settings))
     spread(model, seed)
-    if kind in ARCHITECTURES:
+    if kind not in MODELS:
         moderate(model)
+    if kind in FURTHER:
+        center(model)
     return model.to(dtype).train()
 
 
@@ -96,6 +109,14 @@ def moderate(model: nn.Module) -> None:
     for p in model.parameters():
         if p.dim() > 1:
             p.mul_(0.5)
+
+
+@torch.no_grad()
+def center(model: nn.Module) -> None:
+    """Biases around 0: where all queries and keys have one of 1, the prompt hardly matters."""
+    for name, p in model.named_parameters():
+        if name.endswith("bias") and p.dim() == 1:
+            p.sub_(1)
 
 
 def adapted(model: nn.Module, seed: int = 1, **settings) -> Any:

@@ -12,7 +12,8 @@ import transformers
 from longstraw_dist import LongStrawConfig, PromptGroup, attach
 
 from .architectures import ARCHITECTURES
-from .models import moderate, ragged, spread, tiny, weigh
+from .models import MODELS, moderate, ragged, spread, tiny, weigh
+from .more_architectures import FURTHER
 from .reference import gradients, relative, stock_rows, worst
 
 DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
@@ -44,8 +45,14 @@ def errors(found, reference) -> tuple[float, float, float]:
     return float((scores - stock_scores).abs().max()), relative(grads, stock_grads), worst(grads, stock_grads)[0]
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 1024])
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+CASES = [(kind, chunk) for kind in ARCHITECTURES for chunk in (1, 7, 1024)] + [
+    pytest.param(kind, chunk, marks=() if chunk == 7 else pytest.mark.slow)
+    for kind in FURTHER
+    for chunk in (1, 7, 1024)
+]
+
+
+@pytest.mark.parametrize(("kind", "chunk"), CASES)
 def test_exact(kind, chunk, record_property):
     model, groups = tiny(kind, tied=kind in TIED), ragged()
     stock = run(model, stock_rows(model, groups, 0.7))
@@ -65,7 +72,7 @@ def test_exact(kind, chunk, record_property):
         assert error <= max(bar, 2 * own)
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", ARCHITECTURES | FURTHER)
 def test_the_state_matters(kind):
     """The same tokens in another order are another prompt."""
     model = attach(tiny(kind))
@@ -76,12 +83,20 @@ def test_the_state_matters(kind):
     assert (a - b).abs().max() > 1e-2
 
 
-def test_a_text_model_inside_of_another(record_property):
-    """The released Qwen3.5 and 3.6 checkpoints, with text prompts."""
-    text = tiny("qwen3_5_text").config.to_dict()
-    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32}
-    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
-    model, groups = transformers.Qwen3_5ForConditionalGeneration(config).train(), ragged()
+INSIDE = {  # another model's settings beside its text model
+    "qwen3_5": {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32},
+    "qwen3_5_moe": {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32},
+    "gemma3": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+}
+
+
+@pytest.mark.parametrize("kind", INSIDE)
+def test_a_text_model_inside_of_another(kind, record_property):
+    """As released checkpoints are, with text prompts."""
+    name = (MODELS | ARCHITECTURES)[f"{kind}_text"][0]
+    text = tiny(f"{kind}_text").config.to_dict()
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=INSIDE[kind])
+    model, groups = getattr(transformers, f"{name}ForConditionalGeneration")(config).train(), ragged()
     spread(model, 0)
     moderate(model)
     stock = run(model, stock_rows(model, groups, 0.7))
