@@ -61,7 +61,7 @@ def test_as_stock(kind, coefficient):
     out = model(prompt_groups=groups, output_router_logits=True)
     torch.testing.assert_close(out.aux_loss.detach(), expected, rtol=1e-5, atol=1e-5)
     (weigh(out.logps, []) + coefficient * out.aux_loss).backward()
-    ours = gradients(model)
+    ours, reference = ({n: g for n, g in grads.items() if g is not None} for grads in (gradients(model), reference))
     assert relative(ours, reference) <= 1e-5
     error, name = worst(ours, reference)
     assert error <= 3e-4, name
