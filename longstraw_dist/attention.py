@@ -58,7 +58,7 @@ class Mask:
     def causal(self) -> bool:
         """Whether a token sees itself and those before it, of a window no more and no fewer than that."""
         size = self.window or 2**20
-        key = torch.tensor([0, 1, size // 2 + 1])
+        key = torch.tensor([0, 1, size // 2 + 1], device="cpu")
         seen = [self.sees(0, 0, query, key) for query in (key - 1, key, key + size - 1, key + size)]
         return [t.unique().tolist() for t in seen] == [[False], [True], [True], [self.window is None]]
 

@@ -84,6 +84,7 @@ class Blueprint:
 
     def __init__(self, model: PreTrainedModel):
         self.config = model.config.get_text_config()
+        self.empty = DynamicCache(config=self.config)  # with one, a model does not look for packed rows in positions
         base = model.get_decoder()
         lists = [(n, c) for n, c in base.named_children() if isinstance(c, nn.ModuleList)]
         (name, layers), *others = [(n, c) for n, c in lists if any(True for _ in c.parameters())]
@@ -116,7 +117,7 @@ class Blueprint:
         self.balance: Callable | None = vars(sys.modules[type(model).__module__]).get("load_balancing_loss_func")
 
     def _find_traits(self, base: Any) -> list[Traits]:
-        caches = DynamicCache(config=self.config).layers  # by which transformers says what a layer remembers
+        caches = self.empty.layers  # by which transformers says what a layer remembers
         recorded = (base._can_record_outputs or {}).get("router_logits")
         found = []
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -212,7 +213,7 @@ class Blueprint:
             positions = torch.arange(x.shape[1], device=x.device).expand(len(x), -1)
         given = {"position_ids": positions} if self.takes_positions else {}
         with prefix_attention(self.config):
-            return ghost(input_ids=torch.zeros_like(positions), use_cache=False, **given)
+            return ghost(input_ids=torch.zeros_like(positions), use_cache=False, cache=self.empty, **given)
 
     def _hands_on_logits(self) -> bool:
         """Whether the head's output is the model's. If not, what becomes of a logit must not depend on the others."""
