@@ -296,14 +296,14 @@ class Attachment:
             x_response = x_response.chunk(2, -1)[0]
         if packed.scored is not None:
             x_response = x_response[:, packed.scored]
-        rows = functools.partial(Rows, call, chunk_size=config.head_chunk_size)
+        rows = functools.partial(Rows, call, config.head_chunk_size)
         self.place.at("the norm")
         x_response = self._call(plan.norm, NormOperation, (rows("the norm", plan.norm),), (x_response,))
         if recording and not x_response.requires_grad and trains(plan.head):
             x_response.requires_grad_()  # for its hooks too
         graph = Graph(progress)
         self.place.at("the LM head")
-        head = rows("the LM head", plan.head, temperature=float(temperature), finish=plan.finish)
+        head = rows("the LM head", plan.head, float(temperature), leave=plan.leave, finish=plan.finish)
         scores = self._call(plan.head, HeadOperation, (head, graph), (x_response,))
         if routed:
             aux_loss = self._auxiliary_loss(routed, packed.weights)

@@ -13,15 +13,16 @@ ones instead. `KERNELS` says what runs a region.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from .flash import Flash2, Flash3, flash_fits
 from .kernels import PYTORCH, note
@@ -43,7 +44,7 @@ def current_view() -> View:
 @contextlib.contextmanager
 def prefix_attention(config, view: View | None = None) -> Iterator[None]:
     """While it is open, the model's layers attend through this module, to the prompt in `view` and to their own
-    tokens, and the model builds no mask."""
+    tokens, and the model's masks are `Mask`s."""
     before, token = config._attn_implementation, VIEW.set(view)
     config._attn_implementation = NAME
     try:
@@ -53,12 +54,34 @@ def prefix_attention(config, view: View | None = None) -> Iterator[None]:
         VIEW.reset(token)
 
 
+@dataclass(frozen=True)
+class Mask:
+    """What a layer is given for its mask: its `window`, or `None`, and the model's own function for which token
+    `sees` which."""
+
+    window: int | None
+    sees: Callable
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token sees itself and those before it, of a window no more and no fewer than that."""
+        size = self.window or 2**20
+        key = torch.tensor([0, 1, size // 2 + 1], device="cpu")
+        seen = [self.sees(0, 0, query, key) for query in (key - 1, key, key + size - 1, key + size)]
+        return [t.unique().tolist() for t in seen] == [[False], [True], [True], [self.window is None]]
+
+
+def read_mask(*, mask_function: Callable, local_size: int | None = None, **ignored) -> Mask:
+    """Stands for transformers' own, which build tensors."""
+    return Mask(local_size, mask_function)
+
+
 def attention_forward(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Any,
     *,
     scaling: float,
     dropout: float = 0.0,
@@ -71,34 +94,35 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """What a layer's attention calls inside a layer operation."""
     view = current_view()
-    view.window = sliding_window
     unknown = set(ignored) - IGNORED
     assert not unknown, f"{type(module).__name__} asks for attention that longstraw-dist does not have: {unknown}"
-    assert (attention_mask is None) == (indices is None), "the blueprint runs without masks"
     assert dropout == 0.0, "find_dropout() looks at every module that has one"
     assert is_causal, f"{type(module).__name__} is not causal"
-    if (
-        indices is not None and attention_mask is not None
-    ):  # sparse attention: of what it may see, the keys that it has chosen
+    if indices is not None:  # sparse attention: of what it may see, the keys that it has chosen
         chosen = torch.zeros_like(attention_mask).scatter_(-1, indices[:, None].long(), True)
         out = functional.scaled_dot_product_attention(query, key, value, chosen & attention_mask, scale=scaling)
         return out.transpose(1, 2), None
+    assert isinstance(attention_mask, Mask), f"{type(module).__name__} attends by a mask of its own"
+    view.window = attention_mask.window
+    assert sliding_window in (None, view.window), f"{type(module).__name__} has another window than its mask"
     size = value.shape[-1]
-    value = functional.pad(value, (0, key.shape[-1] - size))  # the kernels want one size
     past = [view.past["keys"], view.past["values"]] if "keys" in view.past else []
     if view.joined:  # the layer has made keys and values of the whole past
         past = [t[:, :, : view.seen] for t in (key, value)] if view.seen else []
         key, value = key[:, :, view.seen :], value[:, :, view.seen :]
+    if size != key.shape[-1]:  # the kernels want one size
+        value, *past[1:] = (functional.pad(t, (0, key.shape[-1] - size)) for t in (value, *past[1:]))
     query = query.to(key.dtype)  # which the view has cast under autocast
     batch, tokens, lengths = len(query), query.shape[2], view.lengths
     if tokens != sum(lengths):  # stacked, where lengths are those before padding
         query, key, value = (t.transpose(0, 1).flatten(1, 2)[None] for t in (query, key, value))
         lengths = (tokens,) * batch
-    out = PrefixAttention.apply(query, key, value, lengths, Scores(scaling, softcap, sliding_window), s_aux, *past)
-    return out[..., :size].transpose(1, 2).reshape(batch, tokens, -1, size), None
+    out = PrefixAttention.apply(query, key, value, lengths, Scores(scaling, softcap, view.window), s_aux, *past)
+    return out[..., :size].transpose(1, 2).reshape(batch, tokens, -1, size).contiguous(), None
 
 
 AttentionInterface.register(NAME, attention_forward)
+AttentionMaskInterface.register(NAME, read_mask)
 
 
 @dataclass(frozen=True)

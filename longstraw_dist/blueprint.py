@@ -26,7 +26,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from .attention import prefix_attention
+from .attention import Mask, prefix_attention
 from .groups import Segment
 from .indexer import find_indexer
 from .traits import Traits
@@ -90,9 +90,11 @@ class Blueprint:
         `ValueError`: if the model is not a plain chain embed -> layers -> norm -> head, saying where it leaves it.
 
     Attributes:
-        embedding, layers, norm, head: the model's own modules, to be called in this order.
+        embedding, layers, norm, head: the model's own modules, to be called in this order. A norm without parameters
+            is part of `leave`.
         read (`Callable`): which ids it embeds for those that it gets (padding for an image's), or `None`.
         enter (`Callable`): what the model does with its embeddings before the first layer (a scale), or `None`.
+        leave (`Callable`): what it does with its hidden states before the head (a scale), or `None`.
         finish (`Callable`): what it does with its logits behind the head (a softcap, a scale), or `None`.
         traits (`list[Traits]`): of each layer.
         recurrent (`bool`): whether any layer has a recurrence.
@@ -101,8 +103,10 @@ class Blueprint:
 
     def __init__(self, model: PreTrainedModel):
         self.config = model.config.get_text_config()
+        self.empty = DynamicCache(config=self.config)  # with one, a model does not look for packed rows in positions
         base = model.get_decoder()
-        (name, layers), *others = [(n, c) for n, c in base.named_children() if isinstance(c, nn.ModuleList)]
+        lists = [(n, c) for n, c in base.named_children() if isinstance(c, nn.ModuleList)]
+        (name, layers), *others = [(n, c) for n, c in lists if any(True for _ in c.parameters())]
         if others:
             raise ValueError(f"{type(model).__name__} has several lists of layers: {name}, {others[0][0]}, ...")
         self.layers: list[nn.Module] = list(layers)
@@ -134,7 +138,7 @@ class Blueprint:
         self.balance: Callable | None = vars(sys.modules[type(model).__module__]).get("load_balancing_loss_func")
 
     def _find_traits(self, base: Any) -> list[Traits]:
-        caches = DynamicCache(config=self.config).layers  # by which transformers says what a layer remembers
+        caches = self.empty.layers  # by which transformers says what a layer remembers
         recorded = (base._can_record_outputs or {}).get("router_logits")
         found = []
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -150,6 +154,7 @@ class Blueprint:
                     router=find_router(layer, recorded),
                     embedded=self.embedded,
                     relay=self.relay,
+                    cache=self.cache,
                 )
             )
         return found
@@ -184,19 +189,24 @@ class Blueprint:
                     break
             self.forget()
         norms = [c for c, stub in stubs.items() if stub.args and stub is not self.begin]
-        if len(norms) != 1:
+        if len(norms) > 1:
             raise ValueError(f"{kind} calls {len(norms)} modules beside its layers, where one norm is known.")
-        for before, after in itertools.pairwise((*self.stubs, stubs[norms[0]], self.end)):
+        self.behind = stubs[norms[0]] if norms else self.stubs[-1]
+        hands_on = same(self.behind.out, self.end.args[0])
+        for before, after in itertools.pairwise((*self.stubs, *(stubs[n] for n in norms))):
             if not after.args or not same(before.out, after.args[0]):
-                raise ValueError(f"{kind} changes the hidden states between its layers, its norm and its head.")
+                raise ValueError(f"{kind} changes the hidden states between its layers and its norm.")
         extra = self.stubs[0].kwargs.items()
         self.embedded = tuple(name for name, value in extra if isinstance(value, Tensor) and value.requires_grad)
+        self.cache = "layer_past" if "layer_past" in self.stubs[0].kwargs else "cache"
         for stub in self.stubs:
-            if not stub.args or "cache" not in stub.kwargs:
+            if not stub.args or self.cache not in stub.kwargs:
                 raise ValueError(f"{kind} calls its layers without `cache`.")
             for name in self.embedded:
                 if not equal(stub.kwargs[name], self.stubs[0].args[0]):
                     raise ValueError(f"{kind} hands more to its layers than hidden states and embeddings.")
+            if not all(mask.causal for mask in tree_leaves((stub.args, stub.kwargs)) if isinstance(mask, Mask)):
+                raise ValueError(f"{kind} has a mask that is neither causal nor causal in a window.")
             for name, value in stub.kwargs.items():
                 if name in self.embedded or any(value is token for other in self.stubs for token in other.tokens):
                     continue
@@ -209,10 +219,14 @@ class Blueprint:
             if any(value is token for token in before.tokens)
         }
         self.forget()
-        whole = self._enter(x)
-        if not all(equal(whole[:, i : i + 1], self._enter(x[:, i : i + 1])) for i in range(3)):
-            raise ValueError(f"{kind} changes its embeddings by more than each token for itself.")
-        return norms[0]
+        for code, what in ((self._enter, "embeddings"), (self._leave, "last hidden states")):
+            whole = code(x)
+            if not all(equal(whole[:, i : i + 1], code(x[:, i : i + 1])) for i in range(3)):
+                raise ValueError(f"{kind} changes its {what} by more than each token for itself.")
+        if self._leave(x.detach()).requires_grad:
+            raise ValueError(f"{kind} hands more to its head than its last hidden states.")
+        self.leave = None if hands_on else self._leave
+        return norms[0] if norms else nn.Identity()
 
     def _run(self, ghost: nn.Module, x: Tensor, positions: Tensor | None = None, ids: Tensor | None = None) -> Any:
         """The model's own forward, or its decoder's, on embeddings `x`. Costs under a millisecond."""
@@ -221,7 +235,8 @@ class Blueprint:
             positions = torch.arange(x.shape[1], device=x.device).expand(len(x), -1)
         given = {"position_ids": positions} if self.takes_positions else {}
         with prefix_attention(self.config):
-            return ghost(input_ids=torch.zeros_like(positions) if ids is None else ids, use_cache=False, **given)
+            ids = torch.zeros_like(positions) if ids is None else ids
+            return ghost(input_ids=ids, use_cache=False, cache=self.empty, **given)
 
     def _hands_on_logits(self) -> bool:
         """Whether the head's output is the model's. If not, what becomes of a logit must not depend on the others."""
@@ -250,6 +265,14 @@ class Blueprint:
         """`[1, N, H]`: the model's own code before its first layer."""
         self._run(self.ghost, x)
         out = self.stubs[0].args[0]
+        self.forget()
+        return out
+
+    def _leave(self, x: Tensor) -> Tensor:
+        """`[1, C, H]`: the model's own code before its head."""
+        self.behind.out = x
+        self._run(self.whole, x.new_zeros(1).requires_grad_().expand_as(x))
+        out = self.end.args[0]
         self.forget()
         return out
 
@@ -297,7 +320,7 @@ class Blueprint:
         positions = of(like.device)
         with torch.no_grad():
             self._run(self.ghost, like.new_empty(1).expand(*positions.shape, self.config.hidden_size), positions)
-        apart = {"cache", *self.relay}
+        apart = {self.cache, *self.relay}
         calls = [
             {k: Unread() if isinstance(v, KVSharingDict) else v for k, v in stub.kwargs.items() if k not in apart}
             for stub in self.stubs

@@ -25,14 +25,15 @@ class Rows:
     """Norm or head of one call."""
 
     call: Call
+    chunk_size: int
     name: str
     module: nn.Module
-    chunk_size: int
     temperature: float = 1.0
-    finish: Callable[[Tensor], Tensor] | None = None  # what the model does with its logits behind the head
+    leave: Callable[[Tensor], Tensor] | None = None  # what the model does with its hidden states before the head
+    finish: Callable[[Tensor], Tensor] | None = None  # and with its logits behind it
 
     def logits(self, stock: Callable, x: Tensor) -> Tensor:
-        z = stock(x)
+        z = stock(x if self.leave is None else self.leave(x))
         return z if self.finish is None else self.finish(z)
 
     def chunks(self, tokens: int) -> Iterator[slice]:

@@ -192,7 +192,7 @@ def run(layer: Layer, stock: Callable, segment: Segment, x: Tensor, view: View) 
             x, embeddings = x.chunk(2, -1)
             kwargs |= dict.fromkeys(layer.traits.embedded, embeddings)
         with router_logits(layer) as routed:
-            y = stock(x, **kwargs, cache=view)
+            y = stock(x, **kwargs, **{layer.traits.cache: view})
         if routed:
             logits = routed[0].view(*x.shape[:2], -1)
             view.routed = segment.unstack(logits) if layer.traits.stacked else logits

@@ -19,6 +19,7 @@ class Traits:
         embedded (`tuple[str, ...]`): arguments that are the embeddings.
         relay (`dict[str, int]`): arguments that it takes from what the layer before returned behind its hidden states,
             and at which place of the tuple.
+        cache (`str`): the argument that its cache is.
     """
 
     source: str
@@ -30,3 +31,4 @@ class Traits:
     router: tuple[nn.Module, int] | None = None
     embedded: tuple[str, ...] = ()
     relay: dict[str, int] = field(default_factory=dict)
+    cache: str = "cache"

@@ -5,10 +5,13 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from longstraw_dist import PromptGroup
 
 from .architectures import ARCHITECTURES
+from .more_architectures import FURTHER
 
 VOCABULARY = 97
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -56,8 +59,17 @@ MODELS = {
 
 def tiny(kind: str, tied: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides):
     """A causal LM of 3 layers of 32, in training mode. `overrides` go into its config."""
-    name, extra = (MODELS | ARCHITECTURES)[kind]
-    configuration = f"{name}TextConfig" if kind.endswith("_text") else f"{name}Config"
+    if kind in FURTHER:
+        name = kind.split()[0]
+        configuration, model_class, extra = (
+            CONFIG_MAPPING[name],
+            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name],
+            FURTHER[kind],
+        )
+    else:
+        name, extra = (MODELS | ARCHITECTURES)[kind]
+        configuration = getattr(transformers, f"{name}TextConfig" if kind.endswith("_text") else f"{name}Config")
+        model_class = f"{name}ForCausalLM"
     settings = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -73,11 +85,12 @@ def tiny(kind: str, tied: bool = False, seed: int = 0, dtype: torch.dtype = torc
         **extra,
         **overrides,
     }
-    config = getattr(transformers, configuration)(**settings)
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    model = getattr(transformers, model_class)(configuration(**settings))
     spread(model, seed)
-    if kind in ARCHITECTURES:
+    if kind not in MODELS:
         moderate(model)
+    if kind in FURTHER:
+        center(model)
     return model.to(dtype).train()
 
 
@@ -87,6 +100,8 @@ GEMMA_IMAGES = {**IMAGES, "num_key_value_heads": 2, "head_dim": 16, "position_em
 PLACEHOLDERS = {"image_token_id": 5, "video_token_id": 6, "audio_token_id": 7}  # which `ragged` draws, too
 AROUND = {  # what released checkpoints are -> the text model inside, and what is around it
     "Qwen3_5": ("qwen3_5_text", {"vision_config": QWEN_IMAGES}),
+    "Qwen3_5Moe": ("qwen3_5_moe_text", {"vision_config": QWEN_IMAGES}),
+    "Gemma3": ("gemma3_text", {"vision_config": IMAGES}),
     "Gemma4": ("gemma4_text", {"vision_config": GEMMA_IMAGES, **PLACEHOLDERS}),
     "Gemma4Unified": ("gemma4_unified_text", PLACEHOLDERS),
 }
@@ -120,6 +135,14 @@ def moderate(model: nn.Module) -> None:
             p.mul_(0.5)
         elif name.endswith("recurrent_param"):
             p.sub_(4)
+
+
+@torch.no_grad()
+def center(model: nn.Module) -> None:
+    """Biases around 0: where all queries and keys have one of 1, the prompt hardly matters."""
+    for name, p in model.named_parameters():
+        if name.endswith("bias") and p.dim() == 1:
+            p.sub_(1)
 
 
 def adapted(model: nn.Module, seed: int = 1, **settings) -> Any:

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from transformers import masking_utils
 
 from longstraw_dist import attention
-from longstraw_dist.attention import Flash2, Flash3, FlashCPU, Plain, PrefixAttention, Scores
+from longstraw_dist.attention import Flash2, Flash3, FlashCPU, Mask, Plain, PrefixAttention, Scores
 from longstraw_dist.groups import Segment
 from longstraw_dist.state import View
 
@@ -84,3 +85,21 @@ def test_unknown_arguments_are_refused():
             )
     finally:
         attention.VIEW.reset(token)
+
+
+@pytest.mark.parametrize(
+    ("sees", "window", "causal"),
+    [
+        (masking_utils.causal_mask_function, None, True),
+        (masking_utils.sliding_window_causal_mask_function(1), 1, True),
+        (masking_utils.sliding_window_causal_mask_function(6), 6, True),
+        (masking_utils.sliding_window_causal_mask_function(6), 7, False),
+        (masking_utils.sliding_window_causal_mask_function(7), 6, False),
+        (masking_utils.sliding_window_causal_mask_function(6), None, False),
+        (masking_utils.bidirectional_mask_function, None, False),
+        (masking_utils.sliding_window_bidirectional_mask_function(6), 6, False),
+        (masking_utils.chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.int64)), 8, False),
+    ],
+)
+def test_masks(sees, window, causal):
+    assert Mask(window, sees).causal == causal

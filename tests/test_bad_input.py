@@ -131,10 +131,14 @@ def test_attach_after_wrapping():
 
 def test_unsupported_type():
     config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9)
-    with pytest.raises(ValueError, match='model type "gpt2" is not supported'):
+    with pytest.raises(ValueError, match='model type "gpt2" is not supported: it adds positions to its embeddings'):
         attach(transformers.GPT2LMHeadModel(config))
     with pytest.raises(ValueError, match=r"gemma3n_text.* several hidden states \(AltUp\)"):
         attach(transformers.Gemma3nForCausalLM(GEMMA3N))
+    model = tiny("llama")
+    model.config.model_type = "mine"
+    with pytest.raises(ValueError, match='model type "mine" is not supported yet: afmoe, '):
+        attach(model)
     with pytest.raises(ValueError, match="got a Linear"):
         attach(torch.nn.Linear(1, 1))
     with pytest.raises(ValueError, match="got a LlamaModel"):
@@ -152,9 +156,25 @@ def test_active_dropout():
     model(prompt_groups=ragged())  # inactive
 
 
-def test_router_jitter():
-    with pytest.raises(ValueError, match=r"jitter_noise 0\.1"):
-        attach(tiny("mixtral", router_jitter_noise=0.1))
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("mixtral", {"router_jitter_noise": 0.1}, r"jitter_noise 0\.1"),
+        ("starcoder2", {"residual_dropout": 0.1}, r"residual_dropout 0\.1"),
+        ("dbrx", {"resid_pdrop": 0.1}, r"resid_pdrop 0\.1"),
+        ("phi3", {"resid_pdrop": 0.1}, r"dropout 0\.1"),
+    ],
+)
+def test_other_kinds_of_dropout(kind, settings, message):
+    with pytest.raises(ValueError, match=message):
+        attach(tiny(kind, **settings))
+
+
+def test_a_mask_that_is_not_causal():
+    model = tiny("llama")
+    model.config.is_causal = False
+    with pytest.raises(ValueError, match="a mask that is neither causal nor causal in a window"):
+        attach(model)
 
 
 @pytest.mark.parametrize(

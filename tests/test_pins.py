@@ -16,6 +16,7 @@ from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedConfig, TrainingArguments, masking_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import (
     RecurrentGemmaRecurrentBlock,
     RecurrentGemmaRglru,
@@ -23,8 +24,10 @@ from transformers.models.recurrent_gemma.modeling_recurrent_gemma import (
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import utils as trl_utils
 
-from longstraw_dist.attention import NAME
+from longstraw_dist.attention import NAME, Mask
 from longstraw_dist.meter import COLLECTIVES
+from longstraw_dist.refused import REFUSED
+from longstraw_dist.support import SUPPORTED
 
 from .models import tiny
 
@@ -184,14 +187,28 @@ def test_attention_is_chosen_by_the_config():
     assert config._attn_implementation == NAME, "longstraw_dist/attention.py: prefix_attention"
 
 
-def test_no_mask_for_our_attention():
-    """A model builds no mask for an implementation that the mask interface does not know."""
+def test_masks_for_our_attention():
+    """A model builds its masks by the function that is registered for its attention, and says how far they reach."""
     config = tiny("mistral").config
     config._attn_implementation = NAME
     x, positions = torch.zeros(1, 4, 32), torch.arange(4)[None]
-    for make in (masking_utils.create_causal_mask, masking_utils.create_sliding_window_causal_mask):
+    makers = {masking_utils.create_causal_mask: None, masking_utils.create_sliding_window_causal_mask: 6}
+    for make, window in makers.items():
         mask = make(config, x, None, None, position_ids=positions)
-        assert mask is None, f"{make.__name__} builds a mask: longstraw_dist/attention.py asserts that there is none"
+        assert isinstance(mask, Mask), f"{make.__name__}: longstraw_dist/attention.py, read_mask"
+        assert (mask.window, mask.causal) == (window, True), f"{make.__name__}: longstraw_dist/attention.py, Mask"
+
+
+def test_every_type_is_supported_or_refused():
+    types = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert not set(SUPPORTED) & set(REFUSED)
+    new = types - set(SUPPORTED) - set(REFUSED)
+    assert not new, (
+        f"transformers {transformers.__version__} has new causal LMs: {sorted(new)}. A row in "
+        "tests/more_architectures.py says whether each is exact: longstraw_dist/support.py, or else refused.py."
+    )
+    gone = (set(SUPPORTED) | set(REFUSED)) - types
+    assert not gone, f"transformers {transformers.__version__} has no causal LMs {sorted(gone)}: longstraw_dist/"
 
 
 SCHEMAS = {  # longstraw_dist/attention.py, FlashCPU and FlashCUDA, call these by position
