@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -54,6 +55,9 @@ def prefix_attention(config, view: View | None = None) -> Iterator[None]:
         VIEW.reset(token)
 
 
+SAMPLE = 3  # tokens of the row by which a blueprint asks its model
+
+
 @dataclass(frozen=True)
 class Mask:
     """What a layer is given for its mask: its `window`, or `None`, and the model's own function for which token
@@ -65,10 +69,21 @@ class Mask:
     @property
     def causal(self) -> bool:
         """Whether a token sees itself and those before it, of a window no more and no fewer than that."""
+        if holds_tensor(self.sees):  # it looks tokens up, and has those of the blueprint's row alone
+            row = torch.arange(SAMPLE, device="cpu")
+            seen = self.sees(0, 0, row[:, None], row)
+            return seen.is_meta or bool((seen.cpu() == (row[:, None] >= row)).all())
         size = self.window or 2**20
         key = torch.tensor([0, 1, size // 2 + 1], device="cpu")
         seen = [self.sees(0, 0, query, key) for query in (key - 1, key, key + size - 1, key + size)]
         return [t.unique().tolist() for t in seen] == [[False], [True], [True], [self.window is None]]
+
+
+def holds_tensor(value: Any) -> bool:
+    """Whether a function stands on a tensor, by itself or by the functions that it is made of."""
+    if isinstance(value, FunctionType):
+        value = tuple(cell.cell_contents for cell in value.__closure__ or ())
+    return isinstance(value, Tensor) or (isinstance(value, tuple) and any(map(holds_tensor, value)))
 
 
 def read_mask(*, mask_function: Callable, local_size: int | None = None, **ignored) -> Mask:

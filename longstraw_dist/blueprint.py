@@ -26,7 +26,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from .attention import Mask, prefix_attention
+from .attention import SAMPLE, Mask, prefix_attention
 from .groups import Segment
 from .indexer import find_indexer
 from .traits import Traits
@@ -51,7 +51,7 @@ class Stub(nn.Module):
         self.width = width
         self.ends = False  # whether the run ends here
         self.returns = 0  # length of the tuple that its output opens, or 0 for a tensor
-        self.tokens = [object() for _ in range(3)]  # stand for the rest of the tuple
+        self.tokens = [object() for _ in range(SAMPLE)]  # stand for the rest of the tuple
         self.forget()
 
     def forget(self) -> None:
@@ -129,7 +129,7 @@ class Blueprint:
         self.norm = self._prove(type(model).__name__, stubs)
         ids = torch.zeros(1, 3, dtype=torch.int64, device=self.device)
         self.read = None if same(self._read(ids), ids) else self._read
-        self.enter = None if same(self._enter(x := self._sample(3)), x) else self._enter
+        self.enter = None if same(self._enter(x := self._sample(SAMPLE)), x) else self._enter
         self.finish = None if self._hands_on_logits() else self._finish
         self.modules = named_modules(model)
         self.traits = self._find_traits(base)
@@ -175,7 +175,7 @@ class Blueprint:
 
     def _prove(self, kind: str, stubs: dict[nn.Module, Stub]) -> nn.Module:
         """Runs the whole model on its ghost and checks, storage by storage, that it is a chain. Returns the norm."""
-        x = self._sample(3).requires_grad_()
+        x = self._sample(SAMPLE).requires_grad_()
         for returns in range(4):  # what a layer returns is tried
             for stub in self.stubs:
                 stub.returns = returns
@@ -221,7 +221,7 @@ class Blueprint:
         self.forget()
         for code, what in ((self._enter, "embeddings"), (self._leave, "last hidden states")):
             whole = code(x)
-            if not all(equal(whole[:, i : i + 1], code(x[:, i : i + 1])) for i in range(3)):
+            if not all(equal(whole[:, i : i + 1], code(x[:, i : i + 1])) for i in range(SAMPLE)):
                 raise ValueError(f"{kind} changes its {what} by more than each token for itself.")
         if self._leave(x.detach()).requires_grad:
             raise ValueError(f"{kind} hands more to its head than its last hidden states.")
