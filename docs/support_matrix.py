@@ -1,6 +1,6 @@
 """Writes docs/support.md, and its short form in the README, from what the parity tests have recorded:
 
-    python -m pytest -m "slow or not slow" tests/test_parity.py tests/test_architectures.py --junitxml parity.xml
+    python -m pytest -m "slow or not slow" tests/test_parity.py --junitxml parity.xml
     python -m pytest -m "slow or not slow" tests/distributed/test_wrapped.py --junitxml wrapped.xml
     python docs/support_matrix.py parity.xml wrapped.xml
 
@@ -24,7 +24,9 @@ from longstraw_dist.attach import attachment_of
 from longstraw_dist.state import PromptState
 from longstraw_dist.state.pages import Carry, Grow, Window
 from longstraw_dist.support import REFUSED, SUPPORTED
-from tests.models import ALL, TIED, ragged, tiny
+from tests.architectures import ARCHITECTURES, TIED
+from tests.models import MODELS, ragged, tiny
+from tests.more_architectures import FURTHER
 
 ROOT = Path(__file__).parents[1]
 MARKS = "<!-- support matrix: python docs/support_matrix.py -->\n", "<!-- end of support matrix -->\n"
@@ -154,7 +156,7 @@ def main() -> None:
     errors, wrappings = results(parser.parse_args().results)
     if unheld := [kind for kind in SUPPORTED if "exact" not in errors[INSIDE.get(kind, kind)]]:
         raise SystemExit(f"no result of {', '.join(unheld)}")
-    states = {kind: prompt_state(kind) for kind in ALL if kind in SUPPORTED}
+    states = {kind: prompt_state(kind) for kind in MODELS | ARCHITECTURES | FURTHER if kind in SUPPORTED}
     (ROOT / "docs" / "support.md").write_text(long_form(states, errors, wrappings))
     readme = ROOT / "README.md"
     before, rest = readme.read_text().split(MARKS[0])

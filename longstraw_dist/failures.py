@@ -71,6 +71,8 @@ def ways_out_of_memory(
             ways += [f"lower prompt_chunk_size={config.prompt_chunk_size}", "set responses_per_replay=1"]
         else:
             ways.append(f"lower responses_per_replay={config.responses_per_replay}")
+    if config.activation_budget and recording:
+        ways.append(f"lower activation_budget={config.activation_budget}")
     if config.offload is None and device.type != "cpu" and recording:
         ways.append('set offload="hidden", which keeps hidden states in host memory')
     return [*ways, "put fewer tokens into a call"]

@@ -22,7 +22,7 @@ class Meter:
         prompt_tokens_captured (`int`): prompt tokens that ran, once each.
         prompt_tokens_saved (`int`): prompt tokens that a run response by response would have run again.
         kept_bytes (`dict[str, int]`): largest number of bytes that one call kept for backward, by kind: `"hidden"`
-            (hidden states) and `"state"` (the prompt's state).
+            (hidden states), `"state"` (the prompt's state) and `"graphs"` (`activation_budget`).
     """
 
     prompt_tokens_captured: int = 0

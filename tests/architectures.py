@@ -170,3 +170,4 @@ CACHED = {
     "minimax": {"layer_types": ["full_attention", "linear_attention", "full_attention"]},
     "recurrent_gemma": {"lru_width": 32},
 }
+TIED = ("zamba2",)  # whose blocks are shared by tying them

@@ -110,6 +110,7 @@ KNOBS = [  # (segment, config, device, the ways out)
     (REPLAY, {"responses_per_replay": 2}, CPU, ["lower responses_per_replay=2", FEWER]),
     (LONE, {"responses_per_replay": 2}, CPU, [FEWER]),
     (WHOLE, {}, CUDA, [OFFLOAD, FEWER]),
+    (WHOLE, {"activation_budget": 9}, CPU, ["lower activation_budget=9", FEWER]),
     (slice(0, 4), {}, CPU, ["lower head_chunk_size=4", FEWER]),
     (slice(12, 13), {}, CPU, [FEWER]),
 ]

@@ -10,7 +10,7 @@ from longstraw_dist.kernels import MIXERS, PYTORCH
 
 from .models import ragged, tiny
 from .reference import relative
-from .test_architectures import run
+from .test_parity import run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = "cuda"

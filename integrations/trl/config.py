@@ -23,6 +23,8 @@ class LongStrawGRPOConfig(GRPOConfig):
             Tokens that the norm and the LM head run at once.
         offload (`str`, *optional*):
             `"hidden"` keeps each layer's packed hidden states in host memory until its backward.
+        activation_budget (`int`, *optional*, defaults to `0`):
+            Bytes of graphs that a micro-batch may keep from forward to backward, in place of running them again.
     """
 
     prompt_grad: str = field(
@@ -39,6 +41,10 @@ class LongStrawGRPOConfig(GRPOConfig):
         default=None, metadata={"help": '"hidden" keeps the packed hidden states of every layer in host memory.'}
     )
 
+    activation_budget: int = field(
+        default=0, metadata={"help": "Bytes of graphs that a micro-batch keeps instead of computing them again."}
+    )
+
     def __post_init__(self):
         super().__post_init__()
         self.longstraw()  # a wrong knob is refused here, not at the first step
@@ -51,4 +57,5 @@ class LongStrawGRPOConfig(GRPOConfig):
             responses_per_replay=self.responses_per_replay,
             head_chunk_size=self.head_chunk_size,
             offload=self.offload,
+            activation_budget=self.activation_budget,
         )

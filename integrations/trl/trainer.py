@@ -228,7 +228,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         update = self.phases.collectives["forward"] + self.phases.collectives["backward"]
         metrics: dict[str, float] = {f"{kind}s": update[kind] for kind in COUNTED}
         metrics |= {f"seconds/{phase}": seconds[phase] for phase in ("rollout", "score", "forward", "backward")}
-        metrics |= {f"{kind}_bytes": meter.kept_bytes.get(kind, 0) for kind in ("hidden", "state")}
+        metrics |= {f"{kind}_bytes": meter.kept_bytes.get(kind, 0) for kind in ("hidden", "state", "graphs")}
         metrics["prompt_tokens_captured"] = meter.prompt_tokens_captured
         metrics["prompt_tokens_saved"] = meter.prompt_tokens_saved
         metrics["peak_bytes"] = peak_bytes(self.accelerator.device)

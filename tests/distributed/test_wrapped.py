@@ -181,6 +181,8 @@ def parity(
 
 
 def check(ranks, record_property, name, **case):
+    record_property("kind", case.get("kind", "llama"))
+    record_property("wrapping", name)
     errors = ranks.run(parity, name, timeout=120, **case)[0]
     for what, error in errors.items():
         record_property(what, error)
@@ -260,6 +262,12 @@ CASES = [  # each setting meets each engine somewhere; `test_parity_of_all` take
     ("fsdp2", {"kind": "gpt_oss"}),
     ("fsdp2", {"kind": "gemma4_text", **SCORED}),
     ("fsdp2", {"kind": "zamba2", "tied": True}),
+    ("zero3", {"kind": "olmo", "accumulation": 2}),  # its norms have no parameters
+    ("fsdp2", {"kind": "olmo"}),
+    ("zero3", {"config": {"activation_budget": 10**9}, "accumulation": 2, **SCORED}),
+    ("zero3", {"kind": "olmo_hybrid", "config": {"activation_budget": 300_000}}),
+    ("fsdp2", {"kind": "glm_moe_dsa", "config": {"activation_budget": 10**9}, "accumulation": 2}),
+    ("fsdp2_one_group", {"config": {"activation_budget": 50_000}}),
     ("ddp", {"frozen": "shared layers"}),
     ("zero2", {"frozen": "shared layers", "accumulation": 2}),
     ("zero3", {"frozen": "shared layers", "accumulation": 2}),
