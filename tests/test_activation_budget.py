@@ -15,7 +15,10 @@ from .test_memory import inputs, no_collector
 
 ALL = 10**9
 NUMBERS = 6376  # bytes of rotary embeddings, ids, positions and scores in test_bytes, with and without graphs
-KINDS = ["llama", "mistral", "gpt_oss", "glm_moe_dsa", "olmo_hybrid", "jamba", "minimax", "falcon_h1", "zamba2"]
+KINDS = [
+    *("llama", "glm_moe_dsa", "olmo_hybrid", "zamba2"),
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mistral", "gpt_oss", "jamba", "minimax", "falcon_h1")),
+]
 
 
 def step(kind: str, budget: int, routed: bool = False, **config):

@@ -13,7 +13,7 @@ from .reference import stock_rows
 from .test_parity import check, errors, run
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES | FURTHER)
+@pytest.mark.parametrize("kind", [*ARCHITECTURES, *(pytest.param(kind, marks=pytest.mark.slow) for kind in FURTHER)])
 def test_the_state_matters(kind):
     """The same tokens in another order are another prompt."""
     model = attach(tiny(kind))
