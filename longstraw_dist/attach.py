@@ -29,7 +29,7 @@ from .meter import Meter
 from .output import LongStrawOutput
 from .replay import Call, Layer, LayerOperation, Progress
 from .stand_ins import replaced
-from .storage import offload_to_host
+from .storage import Host
 from .support import find_dropout, refuse_inexact
 
 
@@ -274,6 +274,8 @@ class Attachment:
         progress = Progress(ended=True)
         budget = Budget(config.activation_budget if recording else 0)
         call = Call(packed, plan.config, self.meter, progress, self.place, budget, self._backward)
+        host = Host(config.offload, device) if config.offload and recording else None
+        calling = functools.partial(self._call, host)
         first_exact = len(plan.layers) - self.exact_layers
         if first_exact > 0:
             x_prompt = x_prompt.detach()
@@ -289,7 +291,7 @@ class Attachment:
                 x_response.requires_grad_()  # ZeRO-3's layer hooks fire on the gradient of a layer's input
             layer = Layer(call, module, i, exact, first, last, plan.traits[i])
             self.place.at(layer.name)  # the engine gathers it before the operation begins
-            x_prompt, x_response, *logits = self._call(module, LayerOperation, (layer,), (x_prompt, x_response))
+            x_prompt, x_response, *logits = calling(i, module, LayerOperation, (layer,), (x_prompt, x_response))
             if layer.routed:
                 routed.append(torch.cat(logits, 1)[0])
         if plan.embedded:
@@ -298,13 +300,14 @@ class Attachment:
             x_response = x_response[:, packed.scored]
         rows = functools.partial(Rows, call, config.head_chunk_size)
         self.place.at("the norm")
-        x_response = self._call(plan.norm, NormOperation, (rows("the norm", plan.norm),), (x_response,))
+        behind = len(plan.layers)
+        x_response = calling(behind, plan.norm, NormOperation, (rows("the norm", plan.norm),), (x_response,))
         if recording and not x_response.requires_grad and trains(plan.head):
             x_response.requires_grad_()  # for its hooks too
         graph = Graph(progress)
         self.place.at("the LM head")
         head = rows("the LM head", plan.head, float(temperature), leave=plan.leave, finish=plan.finish)
-        scores = self._call(plan.head, HeadOperation, (head, graph), (x_response,))
+        scores = calling(behind + 1, plan.head, HeadOperation, (head, graph), (x_response,))
         if routed:
             aux_loss = self._auxiliary_loss(routed, packed.weights)
             scores = torch.cat([scores, torch.stack([aux_loss, aux_loss.new_zeros(())])[:, None].to(scores.dtype)], 1)
@@ -321,12 +324,19 @@ class Attachment:
         model: Any = self.model
         return self.blueprint.balance(tuple(routed), model.num_experts, model.num_experts_per_tok, weights[None])
 
-    def _call(self, module: nn.Module, operation: type[torch.autograd.Function], setting: tuple, hidden: tuple):
-        """Calls the module, hooks and all, with `operation` in place of its forward."""
+    @staticmethod
+    def _call(
+        host: Host | None,
+        place: int,
+        module: nn.Module,
+        operation: type[torch.autograd.Function],
+        setting: tuple,
+        hidden: tuple,
+    ):
+        """Calls the module, hooks and all, with `operation` in place of its forward. `place` counts the calls."""
 
         def packed_forward(*hidden: Tensor):
-            offload = self.config.offload == "hidden" and torch.is_grad_enabled()
-            with offload_to_host(list(hidden)) if offload else contextlib.nullcontext():
+            with contextlib.nullcontext() if host is None else host.saving(place, list(hidden)):
                 return operation.apply(*setting, stock, *hidden, *module.parameters())
 
         stock = module.forward

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from .storage import KINDS
+
 
 @dataclass(frozen=True)
 class LongStrawConfig:
@@ -22,8 +24,9 @@ class LongStrawConfig:
         head_chunk_size (`int`, *optional*, defaults to `128`):
             Tokens that the norm and the LM head run at once: no `[tokens, vocabulary]` tensor is larger than this.
         offload (`str`, *optional*):
-            `"hidden"` keeps the packed hidden states of every layer in host memory (pinned when the model is on an
-            accelerator), from the layer's forward until its backward. `None` keeps them on the model's device.
+            What lies in host memory (pinned when the model is on an accelerator) from a layer's forward until its
+            backward: `"hidden"`, the packed hidden states; `"state"`, the prompts' state; `"all"`, both. They come
+            back one layer ahead. `None` keeps both on the model's device.
         activation_budget (`int`, *optional*, defaults to `0`):
             Bytes of graphs that one call may keep from forward to backward, instead of running their layers forward
             once more. Spent from the first layer on; the result is the same to the bit.
@@ -51,8 +54,13 @@ class LongStrawConfig:
             raise ValueError(
                 f"activation_budget={self.activation_budget!r} is not a number of bytes: 0 keeps no graph."
             )
-        if self.offload not in (None, "hidden"):
-            raise ValueError(f'offload={self.offload!r} is unknown: choose "hidden" or None.')
+        if self.offload not in (None, *KINDS):
+            raise ValueError(f"offload={self.offload!r} is unknown: choose one of {', '.join(KINDS)}, or None.")
+        if self.offload is not None and self.activation_budget:
+            raise ValueError(
+                f"offload={self.offload!r} beside activation_budget={self.activation_budget}: a kept graph holds its "
+                "layer's hidden states and prompt state on the device. Set one of them."
+            )
 
 
 def exact_layers(prompt_grad: str, layers: int) -> int:

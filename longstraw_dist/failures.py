@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from .config import LongStrawConfig
 from .groups import Segment
+from .storage import KINDS
 
 
 @dataclass
@@ -73,12 +74,13 @@ def ways_out_of_memory(
             ways.append(f"lower responses_per_replay={config.responses_per_replay}")
     if config.activation_budget and recording:
         ways.append(f"lower activation_budget={config.activation_budget}")
-    if config.offload is None and device.type != "cpu" and recording:
-        ways.append('set offload="hidden", which keeps hidden states in host memory')
+    if config.offload is None and not config.activation_budget and device.type != "cpu" and recording:
+        ways.append('set offload="all", which keeps hidden states and prompt state in host memory')
     return [*ways, "put fewer tokens into a call"]
 
 
 def ways_out_of_host_memory(config: LongStrawConfig, recording: bool) -> list[str]:
-    kept = config.offload == "hidden" and recording
-    ways = ["set offload=None, since hidden states are kept there"] if kept else []
+    ways = []
+    if config.offload is not None and recording:
+        ways.append(f"set offload=None, since {' and '.join(KINDS[config.offload])} are kept there")
     return [*ways, "put fewer tokens into a call"]

@@ -47,11 +47,15 @@ def test_the_same_bits(kind, mode):
     assert same(some, plain)
 
 
-@pytest.mark.parametrize("options", [{"offload": "hidden"}, {"routed": True}])
-def test_beside_other_options(options):
-    plain, _ = step("qwen3_moe", 0, **options)
-    kept, _ = step("qwen3_moe", ALL, **options)
+def test_beside_the_auxiliary_loss():
+    plain, _ = step("qwen3_moe", 0, routed=True)
+    kept, _ = step("qwen3_moe", ALL, routed=True)
     assert same(kept, plain)
+
+
+def test_beside_offload_it_is_refused():
+    with pytest.raises(ValueError, match="offload='all' beside activation_budget=1: a kept graph holds"):
+        LongStrawConfig(offload="all", activation_budget=1)
 
 
 @pytest.mark.parametrize("mode", ["exact", "detached", "last:2"])

@@ -99,7 +99,7 @@ def test_out_of_memory_is_told_from_the_rest(error):
 
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
-OFFLOAD = 'set offload="hidden", which keeps hidden states in host memory'
+OFFLOAD = 'set offload="all", which keeps hidden states and prompt state in host memory'
 FEWER = "put fewer tokens into a call"
 CHUNK, REPLAY, LONE, WHOLE = 2, 5, 6, None
 KNOBS = [  # (segment, config, device, the ways out)

@@ -23,6 +23,7 @@ SHAPES = ((23, (5, 5, 0, 9)), (1, (3,)), (12, (3, 4)))
 N, M, H, K, D = 22 + 11, 29, 32, 2, 16  # prompt rows, response rows; the tiny Qwen3
 ROTARY = 4 * 2 * D * (N + M)
 NUMBERS = 8 * 8 * (N + M)  # ids, targets, positions, log-probs, entropies, log-sum-exps
+HEAD = 4 * 2 * M  # what the head keeps beside hidden states: log-sum-exps and entropies
 MODES = ["exact", "detached", "last:2"]
 
 
@@ -82,7 +83,7 @@ def test_what_each_operation_keeps(mode, chunk):
     assert len({t.untyped_storage()._cdata for t in tensors}) == len(tensors)
 
 
-@pytest.mark.parametrize("offload", [None, "hidden"])
+@pytest.mark.parametrize("offload", [None, "hidden", "state", "all"])
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_else_lives_between_forward_and_backward(mode, offload):
     model, groups = tiny("qwen3"), ragged(shapes=SHAPES)
@@ -92,16 +93,17 @@ def test_nothing_else_lives_between_forward_and_backward(mode, offload):
         exact = exact_layers(mode, 3)
         hidden = 4 * H * (5 * M + exact * N)
         state = 3 * sum(4 * K * t * D for t in (22, 22, 11, 11))
-        assert live.live["host"] == (hidden if offload else 0)
-        rest = live.live["device"] - (0 if offload else hidden) - state
-        assert 0 <= rest <= ROTARY + NUMBERS
+        host = {None: 0, "hidden": hidden, "state": state + HEAD, "all": hidden + state + HEAD}[offload]
+        assert live.live["host"] == host
+        rest = live.live["device"] + host - hidden - state
+        assert 0 <= rest <= ROTARY + NUMBERS + HEAD
         assert model._longstraw.meter.kept_bytes == {"hidden": hidden, "state": state}
         del out
         assert live.live["device"] <= 0, "an abandoned graph does not die with its outputs"
         assert live.live["host"] == 0
 
 
-@pytest.mark.parametrize("offload", [None, "hidden"])
+@pytest.mark.parametrize("offload", [None, "hidden", "all"])
 @pytest.mark.parametrize("mode", MODES)
 def test_backward_leaves_the_parameters_gradients_alone(mode, offload):
     model, groups = tiny("qwen3"), ragged(shapes=SHAPES)
@@ -179,3 +181,17 @@ def test_growth_with_the_number_of_responses(chunk, offload, tensors):
         peaks.append(live.peak["device"])
     added = (8 - 2) * 32 * model.config.hidden_size * 4
     assert peaks[1] - peaks[0] <= 1.1 * tensors * added
+
+
+def test_the_device_holds_one_layer_and_the_next_whatever_the_number_of_layers():
+    peaks, gradients = [], []
+    for layers in (4, 12):
+        model = benchmark.qwen3(num_hidden_layers=layers, vocab_size=512)
+        attach(model, LongStrawConfig(prompt_chunk_size=128, head_chunk_size=32, offload="all"))
+        group = benchmark.prompt_group(2049, 32, 4, vocabulary=512)
+        with no_collector(), LiveStorages(ignored=inputs(model, [group])) as live:
+            benchmark.step_packed(model, group, benchmark.weights(group))
+        gradients.append(parameter_gradients(model))
+        peaks.append(live.peak["device"] - gradients[-1])
+        assert live.peak["host"] > layers * 2048 * 4 * model.config.hidden_size
+    assert peaks[1] <= 1.05 * peaks[0]

@@ -42,8 +42,17 @@ def test_replay_and_head_chunks(config):
     check(tiny("llama"), ragged(), LongStrawConfig(prompt_chunk_size=8, **config))
 
 
-def test_offload():
-    check(tiny("qwen3", tied=True), ragged(), LongStrawConfig(prompt_chunk_size=8, offload="hidden"))
+@pytest.mark.parametrize("offload", ["hidden", "state", "all"])
+@pytest.mark.parametrize("kind", ["qwen3", "olmo_hybrid", "glm_moe_dsa"])
+def test_offload(kind, offload):
+    """What comes back from the host is what left."""
+    scores = []
+    for setting in (None, offload):
+        model = attach(tiny(kind), LongStrawConfig(prompt_chunk_size=8, offload=setting))
+        out = model(prompt_groups=ragged())
+        weigh(out.logps, out.entropies).backward()
+        scores.append({"scores": out.scores.detach(), **gradients(model)})
+    assert all(torch.equal(t, scores[1][n]) for n, t in scores[0].items() if t is not None)
 
 
 def test_plain_kernels(monkeypatch):

@@ -75,11 +75,14 @@ def test_no_arguments(folder, tmp_path, monkeypatch):
 def test_command_line(tmp_path):
     (args,) = TrlParser((LongStrawGRPOConfig,)).parse_args_and_config(
         f"--output_dir {tmp_path} --use_cpu --prompt_grad last:2 --prompt_chunk_size 64 --responses_per_replay 3 "
-        "--head_chunk_size 32 --offload hidden --activation_budget 1000".split()
+        "--head_chunk_size 32 --offload all".split()
     )
     engine = args.longstraw()
     assert (engine.prompt_grad, engine.prompt_chunk_size, engine.responses_per_replay) == ("last:2", 64, 3)
-    assert (engine.head_chunk_size, engine.offload, engine.activation_budget) == (32, "hidden", 1000)
+    assert (engine.head_chunk_size, engine.offload) == (32, "all")
+    command = f"--output_dir {tmp_path} --use_cpu --activation_budget 1000"
+    (args,) = TrlParser((LongStrawGRPOConfig,)).parse_args_and_config(command.split())
+    assert args.longstraw().activation_budget == 1000
     assert LongStrawGRPOConfig(str(tmp_path), use_cpu=True).longstraw() == type(engine)()
 
 

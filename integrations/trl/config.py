@@ -22,7 +22,8 @@ class LongStrawGRPOConfig(GRPOConfig):
         head_chunk_size (`int`, *optional*, defaults to `128`):
             Tokens that the norm and the LM head run at once.
         offload (`str`, *optional*):
-            `"hidden"` keeps each layer's packed hidden states in host memory until its backward.
+            What each layer keeps in host memory until its backward: `"hidden"`, the packed hidden states; `"state"`,
+            the prompts' state; `"all"`, both.
         activation_budget (`int`, *optional*, defaults to `0`):
             Bytes of graphs that a micro-batch may keep from forward to backward, in place of running them again.
     """
@@ -38,7 +39,8 @@ class LongStrawGRPOConfig(GRPOConfig):
     )
     head_chunk_size: int = field(default=128, metadata={"help": "Tokens that the norm and the LM head run at once."})
     offload: str | None = field(
-        default=None, metadata={"help": '"hidden" keeps the packed hidden states of every layer in host memory.'}
+        default=None,
+        metadata={"help": 'What each layer keeps in host memory: "hidden" states, prompt "state", "all".'},
     )
 
     activation_budget: int = field(
