@@ -29,6 +29,7 @@ from .live import LiveStorages
 OURS = {
     "exact": LongStrawConfig(),
     "exact, offload": LongStrawConfig(offload="hidden"),
+    "exact, all offloaded": LongStrawConfig(offload="all"),
     "detached": LongStrawConfig(prompt_grad="detached"),
 }
 STOCK = {"stock row by row": models.step_rows, "stock together": models.step_together}

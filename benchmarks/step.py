@@ -19,7 +19,12 @@ from . import models
 from .conditions import RESULTS, conditions, show, write
 from .flops import Shape, ours, stock
 
-OURS = ("exact", "last:2", "detached")
+OURS = {
+    "exact": LongStrawConfig(),
+    "exact, graphs kept": LongStrawConfig(activation_budget=2**40),
+    "last:2": LongStrawConfig(prompt_grad="last:2"),
+    "detached": LongStrawConfig(prompt_grad="detached"),
+}
 BARS = {"exact": (3.6, 4.6), "detached": (7.5, None)}  # over stock rows, over checkpointed rows
 
 
@@ -28,12 +33,14 @@ def build(case: str, layers: int):
     if case == "checkpointed rows":
         model.activation_checkpointing_enable({"use_reentrant": False})
     if case in OURS:
-        attach(model, LongStrawConfig(prompt_grad=case))
+        attach(model, OURS[case])
     return model, models.step_packed if case in OURS else models.step_rows
 
 
 def flops(case: str, shape: Shape) -> float:
-    return ours(shape, case) if case in OURS else stock(shape, checkpointed=case == "checkpointed rows")
+    if case in OURS:
+        return ours(shape, OURS[case].prompt_grad, kept=OURS[case].activation_budget > 0)
+    return stock(shape, checkpointed=case == "checkpointed rows")
 
 
 def main() -> None:

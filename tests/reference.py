@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from longstraw_dist import PromptGroup
 
@@ -40,23 +41,23 @@ def stock_rows(model: nn.Module, groups: list[PromptGroup], temperature: float =
 
 def cut_row(model: Any, ids: Tensor, captured: int, detached: int) -> Tensor:
     """`[1, N - captured, V]`: logits behind the first `captured` tokens, which the first layers see as constants."""
-    layers = model.get_decoder().layers
+    lists = [c for c in model.get_decoder().children() if isinstance(c, nn.ModuleList)]
+    layers = next(c for c in lists if any(True for _ in c.parameters()))
     with continued_states(layers[0]):
         hooks = [layer.register_forward_pre_hook(cut_hidden) for layer in layers[detached : detached + 1]]
         # zamba2 hands its embeddings to every layer: they come from below the exact ones
         hooks.append(model.get_input_embeddings().register_forward_hook(lambda module, args, out: out.detach()))
         if by_token := model.config.model_type == "recurrent_gemma":  # and keeps its states on its modules
             model.get_decoder()._setup_cache(model.config, 1, ids.device, model.dtype)
-            cache = DynamicCache(config=model.config)
-            model(input_ids=ids[:, :captured], use_cache=True, cache=cache)
-        else:
-            cache = model(input_ids=ids[:, :captured], use_cache=True).cache
+        own = model.config.model_type == "minimax"  # has a class of its own
+        cache = MiniMaxCache() if own else DynamicCache(config=model.config.get_text_config())
+        model(input_ids=ids[:, :captured], use_cache=True, cache=cache)
         for hook in hooks:
             hook.remove()
         modules = [m for layer in layers[:detached] for m in layer.modules()] if by_token else []
         for attributes in map(vars, (*cache.layers[:detached], *modules)):
             attributes.update({name: constant(t) for name, t in attributes.items() if not name.startswith("_")})
-        if "linear_cache" in vars(cache):  # minimax
+        if own:
             cache.linear_cache[:detached] = [constant(state) for state in cache.linear_cache[:detached]]
         cache.activate_past_recording()  # keeps others from it
         # one token more, that nothing sees: some layers write in place where there is one

@@ -43,6 +43,13 @@ def test_last_layer_whole():
     assert ours(SMALL, last_layer_whole=True) - ours(SMALL) == 2 * (whole + attention - 4 * (Q + KV))
 
 
+def test_kept_graphs_save_one_forward_of_what_backward_runs():
+    responses = 2 * (6 * 4 / 4 * LAYER + (6 * 4 + 2 * 4.5) * PAIR)
+    prompt = 4 * LAYER + 8 * PAIR + 4 * (Q + KV)  # of the first layer, of the last
+    assert ours(SMALL) - ours(SMALL, kept=True) == responses + prompt
+    assert ours(SMALL, "detached") - ours(SMALL, "detached", kept=True) == responses
+
+
 def test_limits_grow_with_the_group_and_the_detached_layers():
     shape = Shape(4, 256, 768, 4, 2, 64, 32_768, 4096, 64, 8)
     exact, last, detached = (limits(shape, s)[0] for s in ("exact", "last:2", "detached"))
