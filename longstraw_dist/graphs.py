@@ -34,8 +34,15 @@ class Budget:
     def __init__(self, nbytes: int):
         self.left = nbytes
 
-    def take(self, graph: Graph) -> bool:
+    def take(self, graph: Graph, saved: dict[int, int], kept_anyway: list) -> bool:
         """Whether the graph may be kept. The first one that does not fit ends it: a call's segments are alike."""
+        for t in (graph.y, *graph.view.new.values()):
+            if t is not None:
+                note(saved, t)
+        for t in (graph.x, *graph.view.past.values(), *kept_anyway):
+            if isinstance(t, Tensor):
+                saved.pop(address(t), None)
+        graph.nbytes = sum(saved.values())
         if graph.nbytes > self.left:
             self.left = 0
             return False
@@ -44,17 +51,17 @@ class Budget:
 
 
 @contextlib.contextmanager
-def counted(module: nn.Module, known: list) -> Iterator[dict[int, int]]:
-    """While it is open, notes the bytes of each storage that autograd saves, but for those of the module's parameters
-    and of what is `known`. Yields address -> bytes."""
+def saved_once(module: nn.Module) -> Iterator[dict[int, int]]:
+    """While it is open, autograd names the module's parameters in place of saving them. Yields, of each storage that
+    it saves, address and bytes."""
     parameters = [(p.data_ptr(), p.data_ptr() + p.nbytes, p) for p in module.parameters()]  # may share a storage
-    sizes = dict.fromkeys((t.untyped_storage().data_ptr() for t in known if isinstance(t, Tensor)), 0)
+    saved: dict[int, int] = {}
 
     def pack(t: Tensor) -> Any:
         for begin, end, p in parameters:
             if begin <= t.data_ptr() < end and t.dtype == p.dtype:
                 return p, t.shape, t.stride(), t.storage_offset() - p.storage_offset()
-        note(sizes, t)
+        note(saved, t)
         return t.detach()  # an operation that saves its own output would hold itself
 
     def unpack(packed: Any) -> Tensor:
@@ -64,8 +71,12 @@ def counted(module: nn.Module, known: list) -> Iterator[dict[int, int]]:
         return p.detach().as_strided(shape, stride, p.storage_offset() + offset)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield sizes
+        yield saved
 
 
-def note(sizes: dict[int, int], t: Tensor) -> None:
-    sizes.setdefault(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes())
+def note(saved: dict[int, int], t: Tensor) -> None:
+    saved[address(t)] = t.untyped_storage().nbytes()
+
+
+def address(t: Tensor) -> int:
+    return t.untyped_storage().data_ptr()

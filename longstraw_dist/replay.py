@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from .attention import prefix_attention
 from .failures import Place
-from .graphs import Budget, Graph, counted, note
+from .graphs import Budget, Graph, saved_once
 from .groups import Packed, Segment
 from .indexer import blocks_of_queries
 from .kernels import served_mixers
@@ -107,13 +107,14 @@ class LayerOperation(torch.autograd.Function):
                 state = PromptState(group.captured, layer.traits)
                 for chunk in group.chunks:
                     only = layer.last and not layer.routed
-                    y, view = forward(ctx, layer, stock, state, chunk, x_prompt, layer.exact, capture_only=only)
+                    keep = layer.exact
+                    y, view = forward_segment(ctx, layer, stock, state, chunk, x_prompt, keep, capture_only=only)
                     state.write(chunk, view)
                     if not layer.last:  # where it is None on every rank: engines run a hook for each output
                         y_prompt = put(y_prompt, x_prompt, chunk, y)
                     r_prompt = put(r_prompt, x_prompt, chunk, view.routed)
                 for replay in group.replays:
-                    y, view = forward(ctx, layer, stock, state, replay, x_response)
+                    y, view = forward_segment(ctx, layer, stock, state, replay, x_response)
                     y_response = put(y_response, x_response, replay, y)
                     r_response = put(r_response, x_response, replay, view.routed)
                 states.append(state)
@@ -160,7 +161,7 @@ class LayerOperation(torch.autograd.Function):
             gradients = Gradients(layer.module.parameters())
             for group, state in zip(call.packed.groups, ctx.states, strict=True):
                 state.load(kept)
-                again = functools.partial(backward, layer, stock, state, gradients, ctx.graphs)
+                again = functools.partial(backward_segment, layer, stock, state, gradients, ctx.graphs)
                 for replay in group.replays:
                     gx_response[:, replay.rows] = again(replay, x_response, g_response, gr_response)
                 for chunk in reversed(group.chunks) if exact else ():
@@ -266,34 +267,29 @@ class Gradients:
         return total.to(parameter.dtype)
 
 
-def forward(ctx, layer, stock, state, segment, x, needed: bool = True, capture_only: bool = False):
-    """Runs one segment; its graph is kept where backward will need it and the call's budget allows. Returns its output
-    and its view."""
+def forward_segment(ctx, layer, stock, state, segment, x, keep: bool = True, capture_only: bool = False):
+    """Runs one segment. Its graph is kept if backward will want it (`keep`) and the call's budget allows. Returns its
+    output and its view."""
     budget = layer.call.budget
-    if not (budget.left and needed and any(ctx.needs_input_grad)):
+    if not (budget.left and keep and any(ctx.needs_input_grad)):
         view = state.open(segment, capture_only=capture_only)
         return run(layer, stock, segment, x[:, segment.rows], view), view
-    graph = record(layer, stock, state, segment, x, capture_only)
-    if budget.take(graph):
+    with saved_once(layer.module) as saved:
+        graph = with_graph(layer, stock, state, segment, x, capture_only)
+    if budget.take(graph, saved, kept_anyway=tree_leaves(segment.calls[layer.index])):
         ctx.graphs[id(segment)] = graph
         layer.call.meter.keeps("graphs", [graph])
     return graph.y, graph.view
 
 
-def record(layer, stock, state, segment, x, capture_only: bool) -> Graph:
-    """Runs one segment with its graph."""
+def with_graph(layer, stock, state, segment, x, capture_only: bool) -> Graph:
     x = x[:, segment.rows].detach().requires_grad_()
     view = state.open(segment, differentiable=layer.exact, capture_only=capture_only)
-    kept_anyway = [x, *view.past.values(), *tree_leaves(segment.calls[layer.index])]
-    with torch.enable_grad(), counted(layer.module, kept_anyway) as sizes:
-        y = run(layer, stock, segment, x, view)
-    for t in (y, *view.new.values()):
-        if t is not None:
-            note(sizes, t)
-    return Graph(x, view, y, sum(sizes.values()))
+    with torch.enable_grad():
+        return Graph(x, view, run(layer, stock, segment, x, view))
 
 
-def backward(
+def backward_segment(
     layer: Layer,
     stock: Callable,
     state: PromptState,
@@ -309,7 +305,7 @@ def backward(
     segment was `captured`, its state's: the one of its `x` is returned, those of the past and of the parameters are
     added up. All else that it made is gone when the next segment starts."""
     graph = graphs.pop(id(segment), None)
-    graph = graph or record(layer, stock, state, segment, x, capture_only=g is None and g_router is None)
+    graph = graph or with_graph(layer, stock, state, segment, x, capture_only=g is None and g_router is None)
     view = graph.view
     outputs, cotangents = state.cotangents(segment, view) if captured else ([], [])
     for output, cotangent in ((graph.y, g), (view.routed, g_router)):
