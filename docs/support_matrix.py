@@ -38,7 +38,7 @@ NAMES = {  # what a layer hands to its cache -> how the field calls it
     "recurrent": "recurrence",
     "linear": "recurrence",
 }
-INSIDE = {"qwen3_5": "qwen3_5_text"}  # a model of text and images -> the text model that runs
+INSIDE = {kind: f"{kind}_text" for kind in SUPPORTED if f"{kind}_text" in SUPPORTED}  # beside a model of images
 
 
 def results(files: list[Path]) -> tuple[dict[str, dict[str, tuple[float, float]]], dict[str, set[str]]]:

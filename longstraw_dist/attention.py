@@ -118,8 +118,9 @@ def attention_forward(
         out = functional.scaled_dot_product_attention(query, key, value, chosen & attention_mask, scale=scaling)
         return out.transpose(1, 2), None
     assert isinstance(attention_mask, Mask), f"{type(module).__name__} attends by a mask of its own"
-    view.window = attention_mask.window
-    assert sliding_window in (None, view.window), f"{type(module).__name__} has another window than its mask"
+    window = attention_mask.window
+    assert window == view.window, f"{type(module).__name__} attends by another mask than its layer was given"
+    assert sliding_window in (None, window), f"{type(module).__name__} has another window than its mask"
     size = value.shape[-1]
     past = [view.past["keys"], view.past["values"]] if "keys" in view.past else []
     if view.joined:  # the layer has made keys and values of the whole past
@@ -132,7 +133,7 @@ def attention_forward(
     if tokens != sum(lengths):  # stacked, where lengths are those before padding
         query, key, value = (t.transpose(0, 1).flatten(1, 2)[None] for t in (query, key, value))
         lengths = (tokens,) * batch
-    out = PrefixAttention.apply(query, key, value, lengths, Scores(scaling, softcap, view.window), s_aux, *past)
+    out = PrefixAttention.apply(query, key, value, lengths, Scores(scaling, softcap, window), s_aux, *past)
     return out[..., :size].transpose(1, 2).reshape(batch, tokens, -1, size).contiguous(), None
 
 

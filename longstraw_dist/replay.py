@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .attention import prefix_attention
+from .attention import Mask, prefix_attention
 from .failures import Place
 from .graphs import Budget, Graph, saved_once
 from .groups import Packed, Segment
@@ -188,6 +188,7 @@ def run(layer: Layer, stock: Callable, segment: Segment, x: Tensor, view: View) 
         kwargs = segment.calls[layer.index] | {name: segment.relay.get(name) for name in layer.traits.relay}
         if layer.traits.indexed:
             kwargs["attention_mask"] = segment.mask(x.device)
+        view.window = next((value.window for value in kwargs.values() if isinstance(value, Mask)), None)
         x = segment.stack(x) if layer.traits.stacked else x
         if layer.traits.embedded:  # the rows are hidden states and, behind them, embeddings
             x, embeddings = x.chunk(2, -1)

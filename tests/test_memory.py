@@ -195,3 +195,12 @@ def test_the_device_holds_one_layer_and_the_next_whatever_the_number_of_layers()
         peaks.append(live.peak["device"] - gradients[-1])
         assert live.peak["host"] > layers * 2048 * 4 * model.config.hidden_size
     assert peaks[1] <= 1.05 * peaks[0]
+
+
+@pytest.mark.parametrize("chunk", [7, 1024])
+def test_a_window_is_all_that_is_kept(chunk):
+    """In the last layer too, which is left before it attends."""
+    model, window = attach(tiny("mistral"), LongStrawConfig("detached", prompt_chunk_size=chunk)), 6
+    model(prompt_groups=ragged(shapes=((41, (3,)),)))
+    row = 2 * 2 * 8 * 4  # K and V of 2 heads of 8
+    assert model._longstraw.meter.kept_bytes["state"] == 3 * (window - 1) * row

@@ -23,7 +23,7 @@ class View:
         new (`dict[str, Tensor]`): what the layer handed in of the segment itself.
         joined (`bool`): the layer is given the past before its own tokens, since it makes its keys and values of both
             (latents). Else its attention reads the past from here.
-        window (`int`, *optional*): tokens that the layer's attention sees, the query's own included, once it ran.
+        window (`int`, *optional*): tokens that the layer's attention sees, the query's own included.
         routed (`Tensor`, *optional*): `[1, tokens, experts]`, what the layer's router said, where that is wanted.
         enough (`frozenset[str]`): the layer is left, by `Captured`, once it has handed in all of these; empty: never.
     """
