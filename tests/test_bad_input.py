@@ -264,6 +264,10 @@ def test_what_packed_tokens_would_pass_by():
     model(input_ids=torch.arange(3)[None], output_hidden_states=True)  # leaves transformers' own hooks on the layers
     attach(model)
     model = tiny("llama")
+    model.model.embed_tokens.scale_grad_by_freq = True
+    with pytest.raises(ValueError, match="scale_grad_by_freq=True"):
+        attach(model)
+    model = tiny("llama")
     model.model.forward = model.model.forward
     with pytest.raises(ValueError, match="the decoder's forward is patched"):
         attach(model)
