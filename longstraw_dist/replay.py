@@ -240,10 +240,14 @@ class Gradients:
         self.parameters = list(parameters)
         self.trainable = [p for p in self.parameters if p.requires_grad]
         self.partial: list[Tensor | None] = [None] * len(self.trainable)
+        self.closed = False  # whether what takes part is known to be these
 
     def vjp(self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
         """Gradient with respect to `inputs`; the parameters' is added to the sums."""
         cotangents = [c.to(o.dtype) for o, c in zip(outputs, cotangents, strict=True)]
+        if not self.closed:  # segments are alike: the first one's graph is looked at
+            refuse_outsiders(outputs, [*inputs, *self.trainable])
+            self.closed = True
         with no_hooks(self.trainable):
             grads = torch.autograd.grad(outputs, [*inputs, *self.trainable], cotangents, allow_unused=True)
         for i, g in enumerate(grads[len(inputs) :]):
@@ -315,6 +319,24 @@ def backward_segment(
     gx, *g_past = gradients.vjp(outputs, cotangents, [graph.x, *view.leaves.values()])
     state.accumulate(segment, view, g_past)
     return gx
+
+
+def refuse_outsiders(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
+    """Raises if the outputs depend on a parameter that is not `known`, as by a closure: its gradient would be lost."""
+    ids = {id(t) for t in known}
+    nodes = [output.grad_fn for output in outputs]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        variable = getattr(node, "variable", None)  # of a leaf
+        if variable is not None and id(variable) not in ids:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(variable.shape)} takes part that is not the module's own (a hook or a "
+                "patched forward uses it), so its gradient would be lost: register it on a module inside."
+            )
+        later = {n for n, _ in node.next_functions if n is not None} - seen if node is not None else set()
+        seen |= later
+        nodes += later
 
 
 def versions(module: nn.Module) -> list[int]:

@@ -184,9 +184,18 @@ def refuse_inexact(model: PreTrainedModel) -> None:
             "model.config is not the object that its layers read: set its fields instead of replacing it."
         )
     decoder = model.get_decoder()
-    for name, module in (("the decoder", decoder), ("the LM head", model.get_output_embeddings())):
-        if module._forward_hooks or module._forward_pre_hooks:
+    called = {"the decoder": decoder, "the LM head": model.get_output_embeddings()}
+    lists = [c for c in decoder.children() if isinstance(c, nn.ModuleList)]
+    called |= {f"layer {i}": layer for layers in lists for i, layer in enumerate(layers)}
+    for name, module in called.items():
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if any(not getattr(h, "__module__", "").startswith("transformers.") for h in hooks):  # whose own only watch
             raise ValueError(f"a forward hook on {name} would see packed tokens: remove it, or hook a module inside.")
+    if getattr(model.get_input_embeddings(), "scale_grad_by_freq", False):
+        raise ValueError(
+            "scale_grad_by_freq=True of the input embedding divides a gradient by how often its token is in a call, "
+            "where a shared prompt is once: set it to False."
+        )
     if "forward" in vars(decoder):
         raise ValueError("the decoder's forward is patched, and would not run: patch a module inside of it.")
     if getattr(model, "is_quantized", False):

@@ -91,6 +91,20 @@ def test_bytes(budget):
         del out, loss
 
 
+@pytest.mark.parametrize("config", [{}, {"activation_budget": ALL}, {"offload": "all"}], ids=str)
+@pytest.mark.parametrize("mode", ["exact", "detached", "last:2"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "glm_moe_dsa", "qwen3_5_text"])
+def test_two_backwards_of_one_graph(kind, mode, config):
+    model = attach(tiny(kind), LongStrawConfig(mode, prompt_chunk_size=7, **config))
+    out = model(prompt_groups=ragged())
+    loss, found = weigh(out.logps, out.entropies), []
+    for again in (True, False):
+        model.zero_grad()
+        loss.backward(retain_graph=again)
+        found.append({n: g for n, g in gradients(model).items() if g is not None})
+    assert same(*found)
+
+
 def test_weights_are_not_kept_alive():
     """An engine frees what it gathered for the forward, and gathers anew."""
     plain, _ = step("llama", 0)

@@ -241,10 +241,31 @@ def test_modules_swapped_after_attach(model, swap, named):
         model(prompt_groups=ragged())
 
 
+def test_a_parameter_from_outside():
+    """A closure brings it into a layer, which cannot hand its gradient on."""
+    model = tiny("llama")
+    model.gate = torch.nn.Parameter(torch.ones(32))
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out * model.gate)
+    out = attach(model)(prompt_groups=ragged())
+    with pytest.raises(RuntimeError, match=r"a parameter of shape \(32,\) takes part that is not the module's own"):
+        weigh(out.logps, out.entropies).backward()
+
+
 def test_what_packed_tokens_would_pass_by():
     model = tiny("llama")
     model.lm_head.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="a forward hook on the LM head"):
+        attach(model)
+    model = tiny("llama")
+    model.model.layers[1].register_forward_pre_hook(lambda _, args: (2 * args[0], *args[1:]))
+    with pytest.raises(ValueError, match="a forward hook on layer 1"):
+        attach(model)
+    model = tiny("llama")
+    model(input_ids=torch.arange(3)[None], output_hidden_states=True)  # leaves transformers' own hooks on the layers
+    attach(model)
+    model = tiny("llama")
+    model.model.embed_tokens.scale_grad_by_freq = True
+    with pytest.raises(ValueError, match="scale_grad_by_freq=True"):
         attach(model)
     model = tiny("llama")
     model.model.forward = model.model.forward

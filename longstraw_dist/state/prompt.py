@@ -1,5 +1,6 @@
 """What one layer remembers of one prompt: a set of pages for each tensor that the layer hands to its cache."""
 
+import copy
 from collections.abc import Iterator
 
 from torch import Tensor
@@ -23,6 +24,7 @@ class PromptState:
     def __init__(self, tokens: int, traits: Traits):
         self.tokens, self.traits = tokens, traits
         self.pages: dict[str, Pages] = {}
+        self.emptied: dict[str, Pages] = {}  # whose tensors autograd keeps from forward to backward
         self.counts: dict[str, int] = {}
 
     def open(self, segment: Segment, differentiable: bool = False, capture_only: bool = False) -> View:
@@ -83,9 +85,12 @@ class PromptState:
             pages.thin(-(-page_bytes // max(hidden_bytes, 1)))
         kept = {name: pages.kept(exact) for name, pages in self.pages.items()}
         self.counts = {name: len(tensors) for name, tensors in kept.items()}
+        self.emptied, self.pages = self.pages, {}
         return [t for tensors in kept.values() for t in tensors]
 
     def load(self, kept: Iterator[Tensor]) -> None:
+        """Puts back what was kept; once more for another backward of the same graph."""
+        self.pages = {name: copy.copy(pages) for name, pages in self.emptied.items()}
         for name, pages in self.pages.items():
             pages.load([next(kept) for _ in range(self.counts[name])])
 
