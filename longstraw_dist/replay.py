@@ -324,19 +324,18 @@ def backward_segment(
 def refuse_outsiders(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
     """Raises if the outputs depend on a parameter that is not `known`, as by a closure: its gradient would be lost."""
     ids = {id(t) for t in known}
-    nodes = [output.grad_fn for output in outputs]
-    seen = set(nodes)
+    nodes, seen = [output.grad_fn for output in outputs if output.grad_fn is not None], set()
     while nodes:
         node = nodes.pop()
-        variable = getattr(node, "variable", None)  # of a leaf
-        if variable is not None and id(variable) not in ids:
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad" and id(node.variable) not in ids:
             raise RuntimeError(
-                f"a parameter of shape {tuple(variable.shape)} takes part that is not the module's own (a hook or a "
-                "patched forward uses it), so its gradient would be lost: register it on a module inside."
+                f"a parameter of shape {tuple(node.variable.shape)} takes part that is not the module's own (a hook or "
+                "a patched forward uses it), so its gradient would be lost: register it on a module inside."
             )
-        later = {n for n, _ in node.next_functions if n is not None} - seen if node is not None else set()
-        seen |= later
-        nodes += later
+        nodes += [n for n, _ in node.next_functions if n is not None]
 
 
 def versions(module: nn.Module) -> list[int]:
