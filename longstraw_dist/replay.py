@@ -324,7 +324,8 @@ def backward_segment(
 def refuse_outsiders(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
     """Raises if the outputs depend on a parameter that is not `known`, as by a closure: its gradient would be lost."""
     ids = {id(t) for t in known}
-    nodes, seen = [output.grad_fn for output in outputs if output.grad_fn is not None], set()
+    nodes: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen: set[Any] = set()
     while nodes:
         node = nodes.pop()
         if node in seen:
@@ -332,8 +333,8 @@ def refuse_outsiders(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None
         seen.add(node)
         if node.name() == "torch::autograd::AccumulateGrad" and id(node.variable) not in ids:
             raise RuntimeError(
-                f"a parameter of shape {tuple(node.variable.shape)} takes part that is not the module's own (a hook or "
-                "a patched forward uses it), so its gradient would be lost: register it on a module inside."
+                f"a parameter of shape {tuple(node.variable.shape)} takes part that is not the module's own (a hook "
+                "or a patched forward uses it), so its gradient would be lost: register it on a module inside."
             )
         nodes += [n for n, _ in node.next_functions if n is not None]
 
