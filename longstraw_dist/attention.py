@@ -69,7 +69,7 @@ class Mask:
     @property
     def causal(self) -> bool:
         """Whether a token sees itself and those before it, of a window no more and no fewer than that."""
-        if holds_tensor(self.sees):  # it looks tokens up, and has those of the blueprint's row alone
+        if holds_tokens(self.sees):  # it looks them up, and has those of the blueprint's row alone
             row = torch.arange(SAMPLE, device="cpu")
             seen = self.sees(0, 0, row[:, None], row)
             return seen.is_meta or bool((seen.cpu() == (row[:, None] >= row)).all())
@@ -79,11 +79,13 @@ class Mask:
         return [t.unique().tolist() for t in seen] == [[False], [True], [True], [self.window is None]]
 
 
-def holds_tensor(value: Any) -> bool:
-    """Whether a function stands on a tensor, by itself or by the functions that it is made of."""
+def holds_tokens(value: Any) -> bool:
+    """Whether a function stands on a tensor of the row's tokens, by itself or by the functions that it is made of."""
     if isinstance(value, FunctionType):
         value = tuple(cell.cell_contents for cell in value.__closure__ or ())
-    return isinstance(value, Tensor) or (isinstance(value, tuple) and any(map(holds_tensor, value)))
+    if isinstance(value, Tensor):
+        return value.shape[-1:] == (SAMPLE,)
+    return isinstance(value, tuple) and any(map(holds_tokens, value))
 
 
 def read_mask(*, mask_function: Callable, local_size: int | None = None, **ignored) -> Mask:

@@ -82,7 +82,8 @@ def cases():
     """The further types are fast in one of their nine cases, those of the mission in five, dense ones in most."""
     modes, chunks = ["exact", "detached", "last:2"], [1, 7, 1024]
     for kind, mode, tied, chunk in itertools.product(MODELS, modes, [False, True], chunks):
-        yield pytest.param(kind, mode, tied, chunk, marks=[pytest.mark.slow] if tied and chunk != 7 else [])
+        slow = chunk != 7 and (tied or mode != "exact")
+        yield pytest.param(kind, mode, tied, chunk, marks=[pytest.mark.slow] if slow else [])
     for kind, mode, chunk in itertools.product(ARCHITECTURES | FURTHER, modes, chunks):
         fast = (mode == "exact") + (chunk == 7) + (kind in ARCHITECTURES) >= 2
         yield pytest.param(kind, mode, kind in TIED, chunk, marks=[] if fast else [pytest.mark.slow])

@@ -72,7 +72,7 @@ def test_collectives_of_a_micro_batch(two_ranks, record_property, name, tied):
         ),
     ],
 )
-@pytest.mark.parametrize("name", ["zero3", "fsdp2"])
+@pytest.mark.parametrize("name", ["zero3", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_collectives_of_each_kind_of_state(two_ranks, name, kind):
     """Free of groups, responses and chunks too, at the numbers of a model of keys and values."""
     plain = two_ranks.run(count, name, False, layers=3)
@@ -84,7 +84,7 @@ def test_collectives_of_each_kind_of_state(two_ranks, name, kind):
 FEATURES = [  # with the all-reduces of a micro-batch
     pytest.param("zero3", {"offload_optimizer": {"device": "cpu"}}, 1, marks=pytest.mark.slow),
     pytest.param("zero3", {"overlap_comm": True, "contiguous_gradients": False}, 1, marks=pytest.mark.slow),
-    pytest.param("zero3_from_pretrained", {}, 1),
+    pytest.param("zero3_from_pretrained", {}, 1, marks=pytest.mark.slow),
     pytest.param("fsdp2", {"mesh_shape": (1, 2)}, 1 + LAYERS + 1),  # each unit's gradient, among the replicas
 ]
 

@@ -29,6 +29,7 @@ FAST = {
     ),
     "a group on both ranks": ("qwen3", True, {"num_generations": 8, "gradient_accumulation_steps": 1}),
 }
+ENGINES = [*SHARDED, pytest.param("ddp", marks=pytest.mark.slow)]
 SLOW = {
     f"{kind}, tied {tied}, beta {beta}, checkpointing {checkpointing}": (
         kind,
@@ -126,13 +127,13 @@ def check(engine, found, theirs, options, record) -> None:
 
 
 @pytest.mark.parametrize("name", FAST)
-@pytest.mark.parametrize("engine", COMMANDS)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_parity(launched, stock, record_property, engine, name):
     _, results = launched(engine, "fast")
     check(engine, results[name], stock("fast", name), FAST[name][2], record_property)
 
 
-@pytest.mark.parametrize("engine", COMMANDS)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_after_training(launched, engine):
     """Generation and evaluation went on as before, and the saved folder is an ordinary one with the new weights."""
     folder, results = launched(engine, "fast")
@@ -156,7 +157,7 @@ def test_parity_all(launched, stock, record_property, engine, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", COMMANDS)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_rollouts_are_those_of_stock(launched, engine):
     """Both in two processes, with TRL's generation: the same completions, the same update."""
     _, results = launched(engine, "own")

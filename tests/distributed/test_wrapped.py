@@ -202,6 +202,8 @@ DEFAULTS = dict.fromkeys(  # DeepSpeed's own: overlap, prefetch of 5e7 elements,
         "stage3_max_reuse_distance",
     )
 )
+UNDER_ZERO3 = ("minimax", "falcon_h1", "gpt_oss", "gemma4_text", "recurrent_gemma", "zamba2", "olmo")
+OFFLOADS = [("zero3_from_pretrained", True), ("zero3", True)]
 OFFLOADED = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
 CASES = [  # each setting meets each engine somewhere; `test_parity_of_all` takes them all together
     ("ddp", {}),
@@ -294,12 +296,25 @@ def spell(value) -> str:
     return " ".join(given + ["at DeepSpeed's defaults"] * (len(given) < len(value))) or "default"
 
 
-@pytest.mark.parametrize(("name", "case"), CASES, ids=spell)
+SLOW = [  # what a fast case under ZeRO-3, or a smaller one, stands for
+    *((name, case) for name, case in CASES if name == "fsdp2" and case.get("kind") in UNDER_ZERO3),
+    *((name, case) for name, case in CASES if "offload_optimizer" in case and (name, "wide" in case) in OFFLOADS),
+    *((name, case) for name, case in CASES if case.get("config", {}).get("activation_budget", 10**9) < 10**9),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [pytest.param(*each, marks=[pytest.mark.slow] if each in SLOW else []) for each in CASES],
+    ids=spell,
+)
 def test_parity(two_ranks, record_property, name, case):
     check(two_ranks, record_property, name, **case)
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("ddp", "zero2")), "zero3", "fsdp2"]
+)
 def test_parity_of_three_ranks(three_ranks, record_property, name):
     check(three_ranks, record_property, name, tied=name == "zero3", clip=0.5, one_term=True)
 
