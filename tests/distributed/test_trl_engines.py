@@ -15,7 +15,7 @@ from trl import GRPOTrainer
 from ..reference import relative, worst
 from ..trl_comparison import compare, rows
 from ..trl_training import norm, save_models, scripted_rollouts, train
-from .trl_launch import COMMANDS, KINDS, SHARDED, launch
+from .trl_launch import KINDS, SHARDED, launch
 
 # name -> (kind, tied, options). The covering set; `slow` holds the rest.
 FAST = {
