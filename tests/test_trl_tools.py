@@ -103,7 +103,7 @@ CASES = {  # name -> (arguments, options, rows of four that a tool answered, row
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*list(CASES)[:2], pytest.param("truncated", marks=pytest.mark.slow)])
 def test_tools(folder, record_property, case):
     """What a tool answers is read by the model, and weighs nothing."""
     given, options, answered, truncated = CASES[case]
@@ -124,6 +124,7 @@ def test_tools(folder, record_property, case):
     ) == (case == "an environment")
 
 
+@pytest.mark.slow
 def test_tools_of_a_text_model_inside_of_another(tmp_path):
     """Named by its path, as released: the longest context is the text model's."""
     tok = chat_tokenizer()

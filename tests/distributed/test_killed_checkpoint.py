@@ -141,7 +141,7 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize(
     ("engine", "kill"),
     [
-        ("zero3", (1, -1)),
+        pytest.param("zero3", (1, -1), marks=pytest.mark.slow),
         pytest.param("fsdp2", (0, 1), marks=pytest.mark.slow),
         pytest.param("zero3", (0, 1), marks=pytest.mark.slow),
         pytest.param("fsdp2", (1, -1), marks=pytest.mark.slow),
