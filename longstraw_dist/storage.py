@@ -3,8 +3,8 @@
     forward    layer i saves          -> a copy leaves for the host, on a stream of its own
     backward   layer i asks for its   -> they are there, or are waited for; those of layer i - 1 set out
 
-So the device holds one layer's working set and one more layer's kept tensors at a time. On a CPU the same happens, and
-the two tiers differ by account alone.
+So the device holds one layer's working set and one more layer's kept tensors at a time. On a CPU nothing is fetched
+ahead, and the two tiers differ by account alone.
 """
 
 import contextlib
@@ -95,8 +95,9 @@ class Host:
             if isinstance(packed, Tensor):
                 return packed
             there = packed.take()
-            for reference in self.places.pop(place - 1, ()):
-                if (moved := reference()) is not None:
+            ahead = self.places.pop(place - 1, ()) if self.stream is not None else ()  # a CPU's copy would not overlap
+            for moved in (reference() for reference in ahead):
+                if moved is not None:
                     moved.fetch()
             return there
 
