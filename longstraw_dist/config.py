@@ -26,7 +26,7 @@ class LongStrawConfig:
         offload (`str`, *optional*):
             What lies in host memory (pinned when the model is on an accelerator) from a layer's forward until its
             backward: `"hidden"`, the packed hidden states; `"state"`, the prompts' state; `"all"`, both. They come
-            back one layer ahead. `None` keeps both on the model's device.
+            back for it, on CUDA one layer ahead. `None` keeps both on the model's device.
         activation_budget (`int`, *optional*, defaults to `0`):
             Bytes of graphs that one call may keep from forward to backward, instead of running their layers forward
             once more. Spent from the first layer on; the result is the same to the bit.
