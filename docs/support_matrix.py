@@ -127,7 +127,7 @@ def long_form(states: dict, errors: dict, wrappings: dict) -> str:
     return f"{PREFACE}\n{table(head, rows)}\n{REFUSAL}\n{refused}"
 
 
-def short_form(states: dict, errors: dict) -> str:
+def short_form(states: dict) -> str:
     """The types, by what they remember."""
     by_state: dict[str, list[str]] = defaultdict(list)
     for kind in SUPPORTED:
@@ -161,7 +161,7 @@ def main() -> None:
     readme = ROOT / "README.md"
     before, rest = readme.read_text().split(MARKS[0])
     after = rest.split(MARKS[1])[1]
-    readme.write_text(before + MARKS[0] + short_form(states, errors) + MARKS[1] + after)
+    readme.write_text(before + MARKS[0] + short_form(states) + MARKS[1] + after)
 
 
 if __name__ == "__main__":

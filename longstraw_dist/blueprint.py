@@ -127,9 +127,9 @@ class Blueprint:
             raise ValueError(f"{type(model).__name__} keeps its input embedding outside of its decoder.")
         self.begin = stubs[self.embedding]
         self.norm = self._prove(type(model).__name__, stubs)
-        ids = torch.zeros(1, 3, dtype=torch.int64, device=self.device)
+        ids = torch.zeros(1, SAMPLE, dtype=torch.int64, device=self.device)
         self.read = None if same(self._read(ids), ids) else self._read
-        self.enter = None if same(self._enter(x := self._sample(SAMPLE)), x) else self._enter
+        self.enter = None if same(self._enter(x := self._sample()), x) else self._enter
         self.finish = None if self._hands_on_logits() else self._finish
         self.modules = named_modules(model)
         self.traits = self._find_traits(base)
@@ -170,12 +170,12 @@ class Blueprint:
                 ghost._modules[n] = self._around(c, base) if base in c.modules() else bare(c)
         return ghost
 
-    def _sample(self, tokens: int) -> Tensor:
-        return torch.linspace(-1, 1, tokens * self.config.hidden_size, device=self.device).view(1, tokens, -1)
+    def _sample(self) -> Tensor:
+        return torch.linspace(-1, 1, SAMPLE * self.config.hidden_size, device=self.device).view(1, SAMPLE, -1)
 
     def _prove(self, kind: str, stubs: dict[nn.Module, Stub]) -> nn.Module:
         """Runs the whole model on its ghost and checks, storage by storage, that it is a chain. Returns the norm."""
-        x = self._sample(SAMPLE).requires_grad_()
+        x = self._sample().requires_grad_()
         for returns in range(4):  # what a layer returns is tried
             for stub in self.stubs:
                 stub.returns = returns

@@ -103,12 +103,11 @@ class LayerOperation(torch.autograd.Function):
         ctx.relay = [list(segment.relay) for segment in segments]
         relayed = [t for segment in segments for t in segment.relay.values()]
         with no_checkpointing(layer.module), ctx.autocast.restored():
+            only = layer.last and not layer.routed
             for group in layer.call.packed.groups:
                 state = PromptState(group.captured, layer.traits)
                 for chunk in group.chunks:
-                    only = layer.last and not layer.routed
-                    keep = layer.exact
-                    y, view = forward_segment(ctx, layer, stock, state, chunk, x_prompt, keep, capture_only=only)
+                    y, view = forward_segment(ctx, layer, stock, state, chunk, x_prompt, layer.exact, only)
                     state.write(chunk, view)
                     if not layer.last:  # where it is None on every rank: engines run a hook for each output
                         y_prompt = put(y_prompt, x_prompt, chunk, y)

@@ -9,6 +9,7 @@ from benchmarks.live import LiveStorages
 from longstraw_dist import LongStrawConfig, attach
 from longstraw_dist.attach import attachment_of
 
+from .architectures import TIED
 from .models import ragged, tiny, weigh
 from .reference import gradients
 from .test_memory import inputs, no_collector
@@ -24,7 +25,7 @@ KINDS = [
 def step(kind: str, budget: int, routed: bool = False, **config):
     """Outputs, gradients, and what was kept."""
     config = {"prompt_chunk_size": 7, "responses_per_replay": 2, **config}
-    model = attach(tiny(kind, tied=kind == "zamba2"), LongStrawConfig(activation_budget=budget, **config))
+    model = attach(tiny(kind, tied=kind in TIED), LongStrawConfig(activation_budget=budget, **config))
     out = model(prompt_groups=ragged(), output_router_logits=routed)
     loss = weigh(out.logps, out.entropies)
     (loss + out.aux_loss if routed else loss).backward()
