@@ -166,6 +166,9 @@ class PrefixAttention(torch.autograd.Function):
                 o, o_lse = kernels(q, region.window, scores).forward(*inputs, region.causal, region.window, scores)
             o, o_lse = region.unfold(o), region.unfold(o_lse[..., None])[..., 0]
             if out is None or lse is None:
+                if o.shape == q.shape:  # it covers all rows
+                    out, lse = o, o_lse
+                    continue
                 out, lse = o.new_empty(q.shape), o_lse.new_empty(q.shape[:3])
             merge_(out[:, :, region.rows], lse[:, :, region.rows], o, o_lse, region.first)
         assert out is not None
@@ -186,15 +189,17 @@ class PrefixAttention(torch.autograd.Function):
         if sinks is not None:
             weight = (sinks.to(lse.dtype)[:, None] - lse).exp()
             dsinks = -(weight * (g * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        dpast = [torch.zeros_like(t) if need else None for t, need in zip(past, ctx.needs_input_grad[6:], strict=True)]
+        sums: list[Tensor | None] = [None] * (3 + len(past))  # of q, k, v and the past
         for region in split_regions(q, ctx.lengths, ctx.scores.window, past):
             g_, o_, l_ = (region.fold(t[:, :, region.rows]) for t in (g, out, lse[..., None]))
             with torch.autocast(q.device.type, enabled=False):
                 grads = kernels(q, region.window, ctx.scores).backward(
                     g_, *region.take(q, k, v, past), o_, l_[..., 0], region.causal, region.window, ctx.scores
                 )
-            region.give(grads, dq, dk, dv, dpast)
+            for i, rows, g_ in region.give(*grads):
+                if ctx.needs_input_grad[(i if i < 3 else i + 3)]:
+                    sums[i] = add_rows(sums[i], g_, rows, like=(q, k, v, *past)[i])
+        dq, dk, dv, *dpast = sums
         return dq, dk, dv, None, None, dsinks, *dpast
 
 
@@ -227,19 +232,27 @@ class Region:
         k_, v_ = keys[0] if len(keys) == 1 else (torch.cat(pair, 2) for pair in zip(*keys, strict=True))
         return self.fold(q[:, :, self.rows]), k_, v_
 
-    def give(self, grads, dq, dk, dv, dpast) -> None:
-        gq, *gkv = grads
-        dq[:, :, self.rows] += self.unfold(gq)
+    def give(self, gq, *gkv) -> Iterator[tuple[int, slice, Tensor]]:
+        """Of what was taken, the place among (q, k, v, past...), the rows and their gradient."""
+        yield 0, self.rows, self.unfold(gq)
         split = 0
         if self.block is not None:
             split = gkv[0].shape[2] - (self.rows.stop - self.rows.start if self.own else 0)
             for i, g in enumerate(gkv):
-                into = dpast[2 * self.block + i]
-                if into is not None:
-                    into[:, :, self.skip :] += g[:, :, :split]
+                yield 3 + 2 * self.block + i, slice(self.skip, None), g[:, :, :split]
         if self.own:
-            for into, g in zip((dk, dv), gkv, strict=True):
-                into[:, :, self.rows] += self.unfold(g[:, :, split:])
+            for i, g in enumerate(gkv):
+                yield 1 + i, self.rows, self.unfold(g[:, :, split:])
+
+
+def add_rows(total: Tensor | None, g: Tensor, rows: slice, like: Tensor) -> Tensor:
+    """Adds to some rows of a sum; what covers all of them begins it."""
+    if total is None:
+        if g.shape == like.shape:
+            return g
+        total = torch.zeros_like(like)
+    total[:, :, rows] += g
+    return total
 
 
 def split_regions(q: Tensor, lengths: tuple[int, ...], window: int | None, past: Sequence[Tensor]) -> list[Region]:
@@ -268,7 +281,7 @@ def merge_(out: Tensor, lse: Tensor, o: Tensor, o_lse: Tensor, first: bool) -> N
         lse.copy_(o_lse)
         return
     both = torch.logaddexp(lse, o_lse)
-    out.copy_(out * (lse - both).exp()[..., None] + o * (o_lse - both).exp()[..., None])
+    out.mul_((lse - both).exp_()[..., None]).addcmul_(o, (o_lse - both).exp_()[..., None])
     lse.copy_(both)
 
 
