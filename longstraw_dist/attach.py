@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from . import adapters, failures, kernels, wrapping
 from .adapters import base_of
 from .blueprint import Blueprint
+from .capture import Capture, stands_on
 from .config import LongStrawConfig, exact_layers
 from .graphs import Budget
 from .groups import PromptGroup, find_fault, pack
@@ -77,12 +78,15 @@ def attach(model: Any, config: LongStrawConfig | None = None) -> Any:
     patched = vars(model).get("forward")  # by TRL or accelerate, on the instance
 
     @functools.wraps(type(model).forward)  # generate() and Trainer read the signature
-    def forward(self, *args, prompt_groups=None, temperature=1.0, output_router_logits=None, **kwargs):
+    def forward(self, *args, prompt_groups=None, temperature=1.0, capture=False, output_router_logits=None, **kwargs):
         if prompt_groups is not None:
             given = [name for name, value in kwargs.items() if value is not None]  # PEFT hands on all of its own
-            return attachment_of(self).run(prompt_groups, temperature, output_router_logits, (*args, *given))
+            unknown = (*args, *given)
+            return attachment_of(self).run(prompt_groups, temperature, capture, output_router_logits, unknown)
         if output_router_logits is not None:
             kwargs["output_router_logits"] = output_router_logits
+        if capture:
+            raise ValueError("capture=True without prompt_groups: it captures their prompts.")
         if not torch.is_grad_enabled():
             wrapping.reshard_before_training(attachment_of(self).root)
         if patched is None:
@@ -160,7 +164,12 @@ class Attachment:
         return exact_layers(self.config.prompt_grad, len(self.blueprint.layers))
 
     def run(
-        self, groups: Sequence[PromptGroup], temperature: float, router_logits: bool | None, unknown: tuple
+        self,
+        groups: Sequence[PromptGroup],
+        temperature: float,
+        capturing: bool,
+        router_logits: bool | None,
+        unknown: tuple,
     ) -> LongStrawOutput:
         """One packed call. Whatever may be wrong on one rank is found here, before the first parameter is gathered."""
         recording = torch.is_grad_enabled()
@@ -179,7 +188,7 @@ class Attachment:
             if fault is not None:
                 raise ValueError(fault)
             with self._named("forward", recording):
-                out = self._run(groups, temperature, bool(router_logits), recording, device)
+                out = self._run(groups, temperature, capturing, bool(router_logits), recording, device)
             kernels.log_once(kernels.in_use())
             return out
         except BaseException:
@@ -225,7 +234,7 @@ class Attachment:
 
     def _find_fault(self, groups, temperature, router_logits, unknown, recording, device) -> str | None:
         if unknown:
-            return f"prompt_groups takes no other input beside temperature, but got {unknown[0]!r}."
+            return f"prompt_groups takes no other input beside temperature and capture, but got {unknown[0]!r}."
         if recording and self.progress.begun and not self.progress.ended:
             self._fail()  # outside of the operations, in an engine's hook for one
         if recording and self.failed is not None:
@@ -244,7 +253,27 @@ class Attachment:
         if (fault := adapters.find_fault(self.model, self.adapted, len(self.around) > 1)) is not None:
             return fault
         vocabulary = self.blueprint.config.vocab_size
-        return wrapping.find_fault(self.root, self.blueprint) or find_fault(groups, temperature, vocabulary, device)
+        fault = wrapping.find_fault(self.root, self.blueprint) or find_fault(groups, temperature, vocabulary, device)
+        return fault or self._find_fault_of_captures(groups, router_logits)
+
+    def _find_fault_of_captures(self, groups: Sequence[PromptGroup], router_logits: bool) -> str | None:
+        if all(group.capture is None for group in groups):
+            return None
+        if router_logits:
+            return "a capture holds no router logits: leave out output_router_logits, or the captures."
+        now, stale = self.stands_on(), self.exact_layers == 0
+        for i, group in enumerate(groups):
+            if group.capture is None:
+                continue
+            if not isinstance(group.capture, Capture):
+                return f"prompt_groups[{i}].capture is a {type(group.capture).__name__}: pass a Capture, or None."
+            if (fault := group.capture.find_fault(self, group.prompt_ids, now, stale)) is not None:
+                return f"prompt_groups[{i}].capture {fault}"
+        return None
+
+    def stands_on(self) -> dict[str, Any]:
+        """What a capture made now would hold for."""
+        return stands_on(self.model, self.blueprint.layers, self.blueprint.device)
 
     def _has_pending_graph(self) -> bool:
         if self.progress.begun or self.pending is None or self.pending() is None:
@@ -252,13 +281,21 @@ class Attachment:
         gc.collect()  # a graph that only a cycle keeps alive will see no backward
         return self.pending() is not None
 
-    def _run(self, groups, temperature, with_ends: bool, recording: bool, device: torch.device) -> LongStrawOutput:
+    def _run(
+        self, groups, temperature, capturing: bool, with_ends: bool, recording: bool, device: torch.device
+    ) -> LongStrawOutput:
         plan, config = self.blueprint, self.config
         if recording:
             self.applied = adapters.applied(self.model)
         self.place.at("the embedding")
-        packed = pack(groups, config, device, plan.recurrent, with_ends)
-        self.meter.begin(len(packed.prompt_ids), packed.tokens_saved, recording)
+        packed = pack(groups, config, device, plan.recurrent, with_ends, capturing)
+        self.meter.begin(packed.run, len(packed.prompt_ids) - packed.run, packed.tokens_saved, recording)
+        captures: list[Capture | None] = [None] * len(packed.groups)
+        if capturing:
+            made_with = self.stands_on()
+            for i, (group, wanted) in enumerate(zip(packed.groups, groups, strict=False)):  # behind them, a dummy
+                if group.capture is None:
+                    captures[i] = Capture(self, wanted.prompt_ids, group.chunks, made_with)
 
         ids = torch.cat([packed.prompt_ids, packed.response_ids])[None]
         embedded = plan.embedding(ids if plan.read is None else plan.read(ids))
@@ -273,7 +310,7 @@ class Attachment:
                 plan.describe(segment, x_response)
         progress = Progress(ended=True)
         budget = Budget(config.activation_budget if recording else 0)
-        call = Call(packed, plan.config, self.meter, progress, self.place, budget, self._backward)
+        call = Call(packed, plan.config, self.meter, progress, self.place, budget, captures, self._backward)
         host = Host(config.offload, device) if config.offload and recording else None
         calling = functools.partial(self._call, host)
         first_exact = len(plan.layers) - self.exact_layers
@@ -313,7 +350,8 @@ class Attachment:
             scores = torch.cat([scores, torch.stack([aux_loss, aux_loss.new_zeros(())])[:, None].to(scores.dtype)], 1)
         if recording:
             self.pending, self.progress = weakref.ref(graph), progress
-        return LongStrawOutput(scores=scores, lengths=[r.stop - r.start for r in packed.rows])
+        made = [new or group.capture for new, group in zip(captures, groups, strict=False)] if capturing else None
+        return LongStrawOutput(scores=scores, lengths=[r.stop - r.start for r in packed.rows], captures=made)
 
     def _auxiliary_loss(self, routed: list[Tensor], weights: Tensor | None) -> Tensor:
         """The model's own, of all rows that its prompts and responses would be: a shared token counts once a row."""

@@ -13,13 +13,16 @@ different times: `detached` keeps the responses alone.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from .config import LongStrawConfig
+
+if TYPE_CHECKING:
+    from .capture import Capture
 
 
 @dataclass
@@ -30,10 +33,12 @@ class PromptGroup:
     Args:
         prompt_ids (`torch.Tensor`): int64 `[P]`, at least one token.
         response_ids (`list[torch.Tensor]`): int64 `[R_i]` each, on the same device; `R_i` may be 0.
+        capture ([`Capture`], *optional*): of this prompt, from an earlier call: it does not run again in forward.
     """
 
     prompt_ids: Tensor
     response_ids: Sequence[Tensor]
+    capture: "Capture | None" = None
 
 
 @dataclass
@@ -97,6 +102,12 @@ class PackedGroup:
     captured: int  # P-1
     chunks: list[Segment]
     replays: list[Segment]
+    capture: "Capture | None" = None  # from which the chunks are taken, instead of being run
+
+    @property
+    def rows(self) -> slice:
+        """Where the chunks lie in the packed prompt rows."""
+        return slice(self.chunks[0].rows.start, self.chunks[-1].rows.stop) if self.chunks else slice(0, 0)
 
     @property
     def segments(self) -> list[Segment]:
@@ -122,6 +133,11 @@ class Packed:
         return [segment for group in self.groups for segment in group.segments]
 
     @property
+    def run(self) -> int:
+        """Prompt tokens that run in forward."""
+        return sum(group.captured for group in self.groups if group.capture is None)
+
+    @property
     def returned(self) -> int:
         """Response rows whose log-probs the caller gets: all but a dummy's."""
         return sum(rows.stop - rows.start for rows in self.rows)
@@ -133,13 +149,16 @@ def pack(
     device: torch.device,
     recurrent: bool = False,
     with_ends: bool = False,
+    capturing: bool = False,
 ) -> Packed:
     """Lays the groups out. For a `recurrent` model no prompt chunk but the first has one token; `with_ends`, a
-    response of R tokens has R + 1 inputs. Where nothing is to run, one dummy response does, so that this rank makes
-    the module calls that the others make; its log-probs are not returned."""
+    response of R tokens has R + 1 inputs; `capturing`, a prompt without responses is run too. Where no response is to
+    run, one dummy does, so that this rank makes the module calls that the others make; its log-probs are not
+    returned."""
     if not any(len(r) or with_ends for group in groups for r in group.response_ids):
         dummy = torch.zeros(1, dtype=torch.int64, device=device)
-        packed = pack([PromptGroup(dummy, [dummy])], config, device, recurrent, with_ends)
+        groups_run = [*(groups if capturing else ()), PromptGroup(dummy, [dummy])]
+        packed = pack(groups_run, config, device, recurrent, with_ends, capturing)
         packed.rows, packed.tokens_saved = [slice(0, 0) for g in groups for _ in g.response_ids], 0
         packed.weights = None if packed.weights is None else torch.zeros_like(packed.weights)
         return packed
@@ -149,9 +168,11 @@ def pack(
     for number, group in enumerate(groups):
         prompt = group.prompt_ids
         filled = [t for t in group.response_ids if len(t) or with_ends]
-        captured = len(prompt) - 1 if filled else 0  # a prompt that nobody reads is not run
+        captured = len(prompt) - 1 if filled or capturing else 0  # a prompt that nobody reads is not run
+        capture = group.capture if captured else None
         chunks = []
-        for i, (begin, end) in enumerate(split_prompt(captured, config.prompt_chunk_size, recurrent)):
+        spans = capture.chunks if capture else split_prompt(captured, config.prompt_chunk_size, recurrent)
+        for i, (begin, end) in enumerate(spans):
             lies = slice(p + begin, p + end)
             chunks.append(Segment(lies, begin, (end - begin,), group=number, number=i, is_chunk=True))
         prompts.append(prompt[:captured])
@@ -170,7 +191,7 @@ def pack(
             lies = slice(begin, begin + sum(lengths))
             replays.append(Segment(lies, captured, lengths, group=number, number=len(chunks)))
             begin += sum(lengths)
-        out.append(PackedGroup(captured, chunks, replays))
+        out.append(PackedGroup(captured, chunks, replays, capture))
         saved += captured * max(len(filled) - 1, 0)
     packed = Packed(out, torch.cat(prompts), torch.cat(inputs), torch.cat(targets), rows, saved, with_ends)
     if with_ends:

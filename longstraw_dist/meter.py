@@ -20,20 +20,23 @@ class Meter:
 
     Attributes:
         prompt_tokens_captured (`int`): prompt tokens that ran, once each.
+        prompt_tokens_reused (`int`): prompt tokens that did not run, because an earlier call had captured them.
         prompt_tokens_saved (`int`): prompt tokens that a run response by response would have run again.
         kept_bytes (`dict[str, int]`): largest number of bytes that one call kept for backward, by kind: `"hidden"`
             (hidden states), `"state"` (the prompt's state) and `"graphs"` (`activation_budget`).
     """
 
     prompt_tokens_captured: int = 0
+    prompt_tokens_reused: int = 0
     prompt_tokens_saved: int = 0
     kept_bytes: dict[str, int] = field(default_factory=dict)
     _kept: Counter = field(default_factory=Counter)
     _recording: bool = False
 
-    def begin(self, captured: int, saved: int, recording: bool) -> None:
+    def begin(self, captured: int, reused: int, saved: int, recording: bool) -> None:
         """A call starts; `recording` if it keeps anything for a backward."""
         self.prompt_tokens_captured += captured
+        self.prompt_tokens_reused += reused
         self.prompt_tokens_saved += saved
         self._kept, self._recording = Counter(), recording
 

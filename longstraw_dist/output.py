@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
+from .capture import Capture
+
 
 @dataclass
 class LongStrawOutput(ModelOutput):
@@ -20,6 +22,7 @@ class LongStrawOutput(ModelOutput):
         scores (`torch.Tensor`): float32 `[2, R_1 + R_2 + ...]`: log-probs, entropies; with `output_router_logits`, one
             column more, whose first row is the auxiliary loss.
         lengths (`list[int]`): R_i of each response, group by group, in order.
+        captures (`list[Capture]`): with `capture=True`, one for each group.
 
     Attributes:
         logps (`list[torch.Tensor]`): float32 `[R_i]` for each response; differentiable.
@@ -31,6 +34,7 @@ class LongStrawOutput(ModelOutput):
 
     scores: Tensor
     lengths: list[int] | None = None
+    captures: "list[Capture] | None" = None
 
     @functools.cached_property
     def logps(self) -> list[Tensor]:

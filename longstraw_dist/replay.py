@@ -28,9 +28,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from .attention import Mask, prefix_attention
+from .capture import Capture, CapturedLayer
 from .failures import Place
 from .graphs import Budget, Graph, saved_once
-from .groups import Packed, Segment
+from .groups import Packed, PackedGroup, Segment
 from .indexer import blocks_of_queries
 from .kernels import served_mixers
 from .meter import Meter
@@ -58,6 +59,7 @@ class Call:
     progress: Progress
     place: Place  # where it is, for whoever catches an exception
     budget: Budget
+    captures: list[Capture | None]  # to be made, of each packed group
     guard: Callable[[str], AbstractContextManager]  # around the backward of the operation with this name
 
 
@@ -100,13 +102,21 @@ class LayerOperation(torch.autograd.Function):
         y_prompt = y_response = r_prompt = r_response = None
         states, kept = [], []
         segments = layer.call.packed.segments
-        ctx.relay = [list(segment.relay) for segment in segments]
-        relayed = [t for segment in segments for t in segment.relay.values()]
+        for group in layer.call.packed.groups:
+            if group.capture is not None:
+                group.capture.relay(layer.index, group.chunks)
+        relays = {id(segment): segment.relay for segment in segments}
+        ctx.relay = [list(relay) for relay in relays.values()]
+        relayed = [t for relay in relays.values() for t in relay.values()]
         with no_checkpointing(layer.module), ctx.autocast.restored():
             only = layer.last and not layer.routed
-            for group in layer.call.packed.groups:
-                state = PromptState(group.captured, layer.traits)
-                for chunk in group.chunks:
+            for group, making in zip(layer.call.packed.groups, layer.call.captures, strict=True):
+                if group.capture is None:
+                    state = PromptState(group.captured, layer.traits)
+                else:
+                    state = group.capture.state(layer.index)
+                    y_prompt = put_captured(y_prompt, x_prompt, group.rows, group.capture.hidden(layer.index + 1))
+                for chunk in group.chunks if group.capture is None else ():
                     y, view = forward_segment(ctx, layer, stock, state, chunk, x_prompt, layer.exact, only)
                     state.write(chunk, view)
                     if not layer.last:  # where it is None on every rank: engines run a hook for each output
@@ -120,6 +130,8 @@ class LayerOperation(torch.autograd.Function):
                 kept.append(
                     state.kept(layer.exact, group.chunks[0].tokens * x_prompt[0, :1].nbytes if group.chunks else 0)
                 )
+                if making is not None:
+                    making.layers.append(capture_layer(layer, state, kept[-1], x_prompt, group, relays))
         if y_prompt is None and not layer.last:
             y_prompt = torch.empty_like(x_prompt)
         if r_prompt is None and r_response is not None:
@@ -220,6 +232,28 @@ def router_logits(layer: Layer) -> Iterator[list[Tensor]]:
         yield found
     finally:
         hook.remove()
+
+
+def capture_layer(
+    layer: Layer, state: PromptState, kept: list[Tensor], x_prompt: Tensor, group: PackedGroup, relays: dict
+) -> CapturedLayer:
+    """What later calls need of a prompt in this layer. The embeddings, of which the first begins, they have."""
+    hidden = None
+    if layer.exact and layer.index:
+        hidden = x_prompt[:, group.rows].detach()
+        if hidden.shape != x_prompt.shape:
+            hidden = hidden.clone()  # a slice would keep all groups'
+    return CapturedLayer(state, kept, hidden, [dict(relays[id(chunk)]) for chunk in group.chunks])
+
+
+def put_captured(into: Tensor | None, like: Tensor, rows: slice, hidden: Tensor | None) -> Tensor | None:
+    """What a layer made of a prompt when that was captured."""
+    if hidden is None or hidden.shape[1] == like.shape[1]:  # nothing, or all of it: no copy
+        return into if hidden is None else hidden.detach()
+    if into is None:
+        into = hidden.new_empty(*like.shape[:2], hidden.shape[-1])
+    into[:, rows] = hidden
+    return into
 
 
 def put(into: Tensor | None, like: Tensor, segment: Segment, y: Tensor | None) -> Tensor | None:

@@ -26,6 +26,18 @@ class LongStrawGRPOConfig(GRPOConfig):
             the prompts' state; `"all"`, both.
         activation_budget (`int`, *optional*, defaults to `0`):
             Bytes of graphs that a micro-batch may keep from forward to backward, in place of running them again.
+        rollout_from_capture (`bool`, *optional*):
+            With generation in this process (no vLLM), whether each distinct prompt runs once for all of its
+            completions, and, while the parameters have not changed, not again in the update. Its state and hidden
+            states stay in memory meanwhile; with `offload` they do not, and the update runs it again. By default
+            wherever it can be done exactly; `True` refuses, by name, where not.
+        capture_max_age (`int`, *optional*, defaults to `0`):
+            Optimizer steps for which a prompt's state is used after the parameters have changed (`num_iterations` or
+            `steps_per_generation` beyond one step), as in the LongStraw paper. Above 0 the result is biased by it, and
+            `prompt_grad` must be `"detached"`.
+        capture_max_drift (`float`, *optional*, defaults to `0.05`):
+            Mean absolute difference of log-probs, of one response a rank, between such a state and a new one, above
+            which the prompts are run again. Logged as `longstraw/capture_drift`.
     """
 
     prompt_grad: str = field(
@@ -47,9 +59,29 @@ class LongStrawGRPOConfig(GRPOConfig):
         default=0, metadata={"help": "Bytes of graphs that a micro-batch keeps instead of computing them again."}
     )
 
+    rollout_from_capture: bool | None = field(
+        default=None,
+        metadata={"help": "Whether a prompt runs once for all of its completions; by default where that is exact."},
+    )
+    capture_max_age: int = field(
+        default=0, metadata={"help": "Optimizer steps for which a prompt's old state is used (biased above 0)."}
+    )
+    capture_max_drift: float = field(
+        default=0.05, metadata={"help": "Mean log-prob difference above which an old state is not used."}
+    )
+
     def __post_init__(self):
         super().__post_init__()
         self.longstraw()  # a wrong knob is refused here, not at the first step
+        if type(self.capture_max_age) is not int or self.capture_max_age < 0:
+            raise ValueError(f"capture_max_age={self.capture_max_age!r} is not a number of optimizer steps.")
+        if self.capture_max_age and self.prompt_grad != "detached":
+            raise ValueError(
+                f"capture_max_age={self.capture_max_age} beside prompt_grad={self.prompt_grad!r}: an old state has no "
+                'exact gradient. Set prompt_grad="detached", or capture_max_age=0.'
+            )
+        if not self.capture_max_drift > 0:
+            raise ValueError(f"capture_max_drift={self.capture_max_drift!r} is not a difference above 0.")
 
     def longstraw(self) -> LongStrawConfig:
         """The engine's part. Raises `ValueError` on a value outside its range."""

@@ -2,11 +2,12 @@
 
 What it overrides: the log-prob method (policy, old policy and reference go through it), the shuffle of a generation
 batch (by group instead of by row), the setter of `ref_model` (the parent builds and wraps the reference model in its
-own constructor, and it must be attached in between), which checkpoint to resume from, and what is measured. Rewards,
-advantages, losses, generation, saving and logging are the parent's.
+own constructor, and it must be attached in between), the cache that generation starts from, which checkpoint to resume
+from, and what is measured. Rewards, advantages, losses, generation, saving and logging are the parent's.
 """
 
 import dataclasses
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,13 @@ from trl import GRPOTrainer
 from trl.extras.profiling import profiling_decorator
 from trl.trainer.utils import get_config_model_id, split_tensor_dict
 
-from longstraw_dist import attach
+from longstraw_dist import attach, rollout
 from longstraw_dist.attach import Attachment, attachment_of, is_attached
 from longstraw_dist.groups import PromptGroup, find_groups
 from longstraw_dist.meter import Phases, peak_bytes
+from longstraw_dist.stand_ins import replaced
 
+from .captures import INCOMPATIBLE, Captures
 from .checkpoints import finished_checkpoint
 from .config import LongStrawGRPOConfig
 
@@ -75,6 +78,8 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         self.phases = Phases()
         self._step_ended = True  # the next micro-batch is the first of an optimizer step
         self._reference: Attachment | None = None
+        self.captures = Captures(args.capture_max_age)
+        self._drift_seen_at = -1  # optimizer step
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         if (text := self._inner_text_config) is not None:  # the parent looks beside it, having got a tokenizer
             self.model.config.max_position_embeddings = text.max_position_embeddings
@@ -89,6 +94,12 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         if args.cast_lm_head_to_fp32:
             for attachment in filter(None, (self._attachment, self._reference)):
                 keep_out_of_autocast(attachment.blueprint.head)
+        fault = self._find_fault_of_rollout()
+        if args.rollout_from_capture and fault is not None:
+            raise ValueError(f"rollout_from_capture=True, but {fault} Leave it out, or set it to False.")
+        self.rollout_from_capture = args.rollout_from_capture is not False and fault is None
+        if args.rollout_from_capture is None and fault is not None:
+            logger.info(f"each completion runs its prompt in the rollout: {fault}")
         rows, generations = args.per_device_train_batch_size, self.num_generations
         if generations and rows % generations:
             logger.warning(
@@ -158,9 +169,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
                 batch = slice(begin, begin + batch_size)
                 groups, order = find_groups(input_ids[batch], attention_mask[batch], logits_to_keep)
                 with self.accelerator.autocast():
-                    out = model(
-                        prompt_groups=groups, temperature=self.temperature, output_router_logits=compute_aux_loss
-                    )
+                    out = self._run_groups(model, groups, compute_aux_loss)
                 logps.append(pad_rows(out.logps, order, logits_to_keep) + out.anchor)
                 if compute_entropy:
                     values = out.entropies
@@ -171,6 +180,75 @@ class LongStrawGRPOTrainer(GRPOTrainer):
                     aux_losses.append(out.aux_loss)
         aux_loss = torch.stack(aux_losses).mean() if compute_aux_loss else None
         return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, aux_loss
+
+    def _run_groups(self, model, groups: list[PromptGroup], compute_aux_loss: bool):
+        """One packed call, from the captured prompts where they are the policy's, and of now or not too old."""
+        call = functools.partial(model, temperature=self.temperature)
+        step = self.state.global_step
+        if model is self.ref_model or compute_aux_loss:  # a capture has no router logits
+            return call(prompt_groups=groups, output_router_logits=compute_aux_loss)
+        given = self.captures.given_to(groups, self._attachment.stands_on(), step)
+        if torch.is_grad_enabled() and self.captures.age(step) and self._drift_seen_at != step:
+            self._drift_seen_at = step
+            if self._measure_drift(call, given) > self.args.capture_max_drift:
+                self.captures.drop()
+                given = groups
+        recapture = torch.is_grad_enabled() and self.args.capture_max_age > 0
+        out = call(prompt_groups=given, capture=recapture, output_router_logits=False)
+        if recapture:
+            self.captures.add(out.captures, step)
+        return out
+
+    def _measure_drift(self, call, groups: list[PromptGroup]) -> float:
+        """Mean difference of the log-probs of one response a rank, with its captured prompt and a new one."""
+        samples = [
+            dataclasses.replace(group, response_ids=[response])
+            for group in groups
+            for response in group.response_ids
+            if group.capture is not None and len(response)
+        ][:1]
+        anew = [dataclasses.replace(group, capture=None) for group in samples]
+        with torch.no_grad():  # every rank makes both calls
+            old, new = (call(prompt_groups=each).logps for each in (samples, anew))
+        drift = (old[0] - new[0]).abs().mean() if samples else torch.zeros(())
+        drifts = self.accelerator.gather(drift.to(self.accelerator.device))
+        drift = drifts.max().item()
+        self._metrics["train"]["longstraw/capture_drift"].append(drift)
+        return drift
+
+    def _find_fault_of_rollout(self) -> str | None:
+        """Why completions cannot be sampled from the state of a prompt that ran once, or `None`."""
+        if self.use_vllm or self.use_transformers_continuous_batching or self.rollout_func is not None:
+            return "the completions do not come from `generate` in this process."
+        for name in INCOMPATIBLE:
+            settings = (self.generation_kwargs, self._attachment.model.generation_config.to_dict())
+            value = next((v for v in (s.get(name) for s in settings) if v is not None), None)
+            if value not in (None, 1, True):
+                return f"{name}={value!r} is set."
+        return rollout.find_fault(self._attachment.model)
+
+    @profiling_decorator
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        if not self.rollout_from_capture:
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        model = self.accelerator.unwrap_model(self.model_wrapped)
+        with replaced(model, "generate", functools.partial(self._generate_from_captures, model, model.generate)):
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+
+    def _generate_from_captures(self, model, generate, input_ids: Tensor, attention_mask: Tensor, **kwargs) -> Tensor:
+        """The model's own `generate`, which finds the prompts in its cache."""
+        groups, order = find_groups(input_ids, attention_mask, 0)
+        prompts = [PromptGroup(group.prompt_ids, []) for group in groups]
+        with self.accelerator.autocast():
+            captures = model(prompt_groups=prompts, capture=True).captures
+        if self.model.training and self.args.offload is None and not self.captures.by_prompt:  # the first turn
+            self.captures.add(captures, self.state.global_step)
+        if max(len(prompt.prompt_ids) for prompt in prompts) > 1:
+            numbers = [i for i, group in enumerate(groups) for _ in group.response_ids]
+            place = {row: number for (row, _), number in zip(order, numbers, strict=True)}
+            rows = [place[row] for row in range(len(input_ids))]
+            kwargs["cache"] = rollout.filled_cache(self._attachment.model, captures, rows, input_ids.shape[1])
+        return generate(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """As the parent's. `resume_from_checkpoint=True` takes the last checkpoint that was written to its end."""
@@ -202,6 +280,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
                 self._step % (self.args.steps_per_generation * self.num_iterations) == 0
                 or self._buffered_inputs is None
             ):
+                self.captures.drop()
                 batch = self._generate_and_score_completions(generation_batch)
                 batch = shuffle_groups(batch)
                 self._buffered_inputs = split_tensor_dict(batch, self.args.steps_per_generation)
@@ -220,6 +299,8 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         self._step_ended = self.accelerator.sync_gradients  # a short window is one too: `_step` counts on behind it
         if self._step_ended:
             self._log_step()
+            if not self.args.capture_max_age:
+                self.captures.drop()  # the optimizer's step makes them old
         return loss
 
     def _log_step(self) -> None:
@@ -231,6 +312,8 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         metrics |= {f"{kind}_bytes": meter.kept_bytes.get(kind, 0) for kind in ("hidden", "state", "graphs")}
         metrics["prompt_tokens_captured"] = meter.prompt_tokens_captured
         metrics["prompt_tokens_saved"] = meter.prompt_tokens_saved
+        metrics["prompt_tokens_reused"] = meter.prompt_tokens_reused
+        metrics["captured_bytes"] = self.captures.nbytes
         metrics["peak_bytes"] = peak_bytes(self.accelerator.device)
         metrics["prompt_grad_layers"] = self._attachment.exact_layers
         for name, value in metrics.items():
