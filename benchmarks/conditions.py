@@ -2,6 +2,7 @@
 
 import csv
 import datetime
+import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch
 import transformers
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("BENCHMARK_RESULTS", Path(__file__).parent / "results"))
 
 
 def processor() -> str:
@@ -42,6 +43,11 @@ def write(path: Path, rows: Sequence[dict], comments: Sequence[str]) -> None:
 def read(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(line for line in file if not line.startswith("#")))
+
+
+def verdict(what: str, measured: float, bar: float, at_least: bool = True) -> str:
+    met = measured >= bar if at_least else measured <= bar
+    return f"{what}: {measured:.4g}, bar {'>=' if at_least else '<='} {bar:.4g}: {'met' if met else 'MISSED'}"
 
 
 def show(rows: Sequence[dict], comments: Sequence[str] = ()) -> None:

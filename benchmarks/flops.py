@@ -7,8 +7,9 @@ multiply-add is 2 FLOPs; norms, rotary embeddings, activations and softmax are n
 
     GEMM                  2 FLOPs a matrix element and row; backward 2 forwards (input's gradient, weight's gradient)
     attention             4 * head size * query heads FLOPs a (query, key) pair; causal over n tokens: n * n / 2 pairs;
-                          backward 2.5 forwards (flash kernels: the scores once more, dV, dP, dQ, dK)
-    checkpointed rows     one more forward of every layer
+                          backward 2.5 forwards (flash kernels: the scores once more, dV, dP, dQ, dK); with a mask
+                          every pair, as torch's kernel for CPUs computes what is masked out, too
+    checkpointed          one more forward of every layer
     ours                  a layer's backward runs its forward once more, and so does the head's
 """
 
@@ -79,6 +80,24 @@ def stock(s: Shape, checkpointed: bool = False) -> float:
     backward = GEMM_BACKWARD * gemm + ATTENTION_BACKWARD * attention
     row = s.layers * (forward * (1 + checkpointed) + backward) + (s.response + 1) * s.head * (1 + GEMM_BACKWARD)
     return s.responses * row
+
+
+def shared(s: Shape, pairs: float, checkpointed: bool = False) -> float:
+    """Prompt and responses as one row through the stock layers, with so many pairs of attention in each."""
+    gemm, attention = (s.prompt + s.responses * s.response) * s.layer, s.attention(pairs)
+    forward = gemm + attention
+    layer = forward * (1 + checkpointed) + GEMM_BACKWARD * gemm + ATTENTION_BACKWARD * attention
+    return s.layers * layer + s.responses * (s.response + 1) * s.head * (1 + GEMM_BACKWARD)
+
+
+def one_mask(s: Shape, checkpointed: bool = False) -> float:
+    """One mask over the whole row: every pair of its tokens is computed."""
+    return shared(s, (s.prompt + s.responses * s.response) ** 2, checkpointed)
+
+
+def prefix_grouper(s: Shape, checkpointed: bool = False) -> float:
+    """The prompt causally, then each response, with a mask, over the prompt and itself."""
+    return shared(s, s.prompt**2 / 2 + s.responses * s.response * (s.prompt + s.response), checkpointed)
 
 
 def ours(s: Shape, prompt_grad: str = "exact", last_layer_whole: bool = False, kept: bool = False) -> float:

@@ -1,4 +1,5 @@
-"""The benchmark model: Qwen3, 4 layers of hidden 256, a real vocabulary, and a prompt group for it.
+"""The benchmark models: Qwen3, 4 layers of hidden 256, a real vocabulary, or its like of the hybrid Qwen3.5 (three
+layers of the gated delta rule to one of attention), and a prompt group for them.
 
 The weights are random and spread (singular values around 1), so that attention looks far and the prompt's state
 matters: with a small initialization every gradient would agree with every other. The head is tied, as in the small
@@ -6,13 +7,14 @@ Qwen3.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 
-from longstraw_dist import PromptGroup
+from longstraw_dist import LongStrawConfig, PromptGroup, attach
 
 SETTINGS: dict[str, Any] = {
     "vocab_size": 32_768,
@@ -28,6 +30,12 @@ SETTINGS: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+DELTA_RULE = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
 
 
 def qwen3(
@@ -35,14 +43,29 @@ def qwen3(
 ) -> transformers.PreTrainedModel:
     """A random Qwen3 causal LM in training mode. `overrides` go into its config."""
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{**SETTINGS, **overrides}))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in model.parameters():
-            noise = torch.randn(p.shape, generator=generator)
-            p.copy_(noise * p.shape[-1] ** -0.5 if p.dim() > 1 else 1 + 0.3 * noise)
+    spread(model, seed)
     moved: nn.Module = model  # its own `to` is not typed
     moved.to(device=device, dtype=dtype)
     return model.train()
+
+
+def qwen3_5_text(seed: int = 0, **overrides) -> transformers.PreTrainedModel:
+    """A random causal LM of Qwen3.5's text model, float32. Its matrices are half as large: recurrences in float32 are
+    ill-conditioned at large weights, the stock ones too."""
+    model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**{**SETTINGS, **DELTA_RULE, **overrides}))
+    spread(model, seed, size=0.5)
+    return model.train()
+
+
+MODELS = {"qwen3": qwen3, "qwen3_5_text": qwen3_5_text}
+
+
+@torch.no_grad()
+def spread(model: nn.Module, seed: int, size: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        noise = torch.randn(p.shape, generator=generator)
+        p.copy_(size * noise * p.shape[-1] ** -0.5 if p.dim() > 1 else 1 + 0.3 * noise)
 
 
 def prompt_group(prompt: int, response: int, responses: int, seed: int = 0, vocabulary: int = 32_768) -> PromptGroup:
@@ -97,6 +120,41 @@ def step_packed(model: nn.Module, group: PromptGroup, w: list[Tensor]) -> float:
 
 
 Step = Callable[[nn.Module, PromptGroup, list[Tensor]], float]
+
+
+def prepare(
+    step: Step, config: LongStrawConfig | None = None, checkpointed: bool = False, kind: str = "qwen3", **overrides
+) -> Any:
+    """A model for the step, attached or checkpointed, after a short one: thread pools, workspaces and a first import
+    are not the measured step's."""
+    model = MODELS[kind](**overrides)
+    if config is not None:
+        attach(model, config)
+    if checkpointed:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    group = prompt_group(16, 2, 2, vocabulary=model.config.vocab_size)
+    step(model, group, weights(group))
+    model.zero_grad()
+    return model
+
+
+def about(layers: int, kind: str = "qwen3") -> str:
+    return f"{kind} of {layers} layers, hidden 256, vocabulary 32,768, float32"
+
+
+@dataclass
+class Case:
+    """A step of one model on one group."""
+
+    model: Any
+    step: Step
+    group: PromptGroup
+
+    def __post_init__(self):
+        self.w = weights(self.group)
+
+    def __call__(self) -> float:
+        return self.step(self.model, self.group, self.w)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

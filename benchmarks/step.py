@@ -1,23 +1,28 @@
-"""Seconds of one GRPO step, stock against ours: a ratio measured in one run, beside its arithmetic limit (flops.py).
+"""Seconds of one GRPO step, ours beside stock and other peers: ratios of one run, beside their arithmetic limits.
 
-    run with   python -m benchmarks.step [--prompt 4096 --response 64 --responses 8 --passes 5]
+    run with   python -m benchmarks.step                                              (results/step.csv, .png)
+               python -m benchmarks.step --name step_16_layers --layers 16
+               python -m benchmarks.step --name step_16384 --prompt 16384 --response 128
+               python -m benchmarks.step --name step_hybrid --model qwen3_5_text --layers 8
 
-All cases run the same prompt group through models of the same weights (models.py, float32), one after the other, pass
-by pass; a figure is the median of the passes. The CPU seconds beside it tell a busy machine from a slow step. The loss
-and the whole gradient of each case are compared with the stock rows' in the same run, so a wrong step has no speed.
+All cases (peers.py says what the peers do) run the same prompt group through models of the same weights (models.py,
+float32), interleaved (timing.py). The loss and the whole gradient of each are compared with the stock rows' in the
+same run, so a wrong step has no speed. The limit is the same ratio in counted FLOPs (flops.py); those of the delta
+rule are not counted, so a hybrid model has none.
 """
 
-import argparse
-import statistics
-import time
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
-from longstraw_dist import LongStrawConfig, attach
+from longstraw_dist import LongStrawConfig, PromptGroup
 
-from . import models
-from .conditions import RESULTS, conditions, show, write
-from .flops import Shape, ours, stock
+from . import flops, models
+from .conditions import RESULTS, conditions, show, verdict, write
+from .peers import PEERS, missing
+from .plots import bars
+from .timing import Times, interleaved, judged, options
 
 OURS = {
     "exact": LongStrawConfig(),
@@ -25,83 +30,132 @@ OURS = {
     "last:2": LongStrawConfig(prompt_grad="last:2"),
     "detached": LongStrawConfig(prompt_grad="detached"),
 }
-BARS = {"exact": (3.6, 4.6), "detached": (7.5, None)}  # over stock rows, over checkpointed rows
+BASES = {"rows": "stock rows", "checkpointed": "stock rows, checkpointed"}
+BARS: dict[tuple, dict[str, tuple[float | None, float | None]]] = {  # over rows, over checkpointed rows
+    ("qwen3", 4, 4096, 64, 8): {"exact": (5.3, 6.6), "exact, graphs kept": (7.0, None), "detached": (11, None)},
+    ("qwen3", 16, 4096, 64, 8): {"exact": (5.0, 6.2), "exact, graphs kept": (6.5, None), "detached": (11, None)},
+    ("qwen3", 4, 16_384, 128, 8): {"exact": (6.7, None), "exact, graphs kept": (8.5, None)},
+    ("qwen3_5_text", 8, 4096, 64, 8): {"exact": (4.0, None)},
+}
+OF_LIMIT = 0.94  # bar of ours, at the sizes that have bars
+GRADIENT = {"qwen3": 1e-5, "qwen3_5_text": 1e-4}  # largest relative error; a recurrence in float32 adds more rounding
 
 
-def build(case: str, layers: int):
-    model = models.qwen3(num_hidden_layers=layers)
-    if case == "checkpointed rows":
-        model.activation_checkpointing_enable({"use_reentrant": False})
+@dataclass
+class Run:
+    """What came out of a case: its FLOPs, its times, and of its first pass loss and gradient."""
+
+    gflop: float | None
+    times: Times = field(default_factory=Times)
+    loss: float = 0.0
+    error: float = 0.0
+    cosine: float = 1.0
+
+
+def prepare(case: str, kind: str, layers: int, group: PromptGroup) -> models.Case:
+    config, peer = OURS.get(case), PEERS.get(case)
+    step = models.step_packed if peer is None else peer.step
+    checkpointed = peer is not None and peer.checkpointed
+    return models.Case(models.prepare(step, config, checkpointed, kind, num_hidden_layers=layers), step, group)
+
+
+def count(case: str, shape: flops.Shape) -> float:
     if case in OURS:
-        attach(model, OURS[case])
-    return model, models.step_packed if case in OURS else models.step_rows
+        return flops.ours(shape, OURS[case].prompt_grad, kept=OURS[case].activation_budget > 0)
+    return PEERS[case].flops(shape, PEERS[case].checkpointed)
 
 
-def flops(case: str, shape: Shape) -> float:
-    if case in OURS:
-        return ours(shape, OURS[case].prompt_grad, kept=OURS[case].activation_budget > 0)
-    return stock(shape, checkpointed=case == "checkpointed rows")
+def measure(names: list[str], kind: str, layers: int, group: PromptGroup, passes: int) -> dict[str, Run]:
+    """Every case, timed and checked against stock rows, which must be the first."""
+    cases = {name: prepare(name, kind, layers, group) for name in names}
+    sizes = len(group.prompt_ids), len(group.response_ids[0]), len(group.response_ids)
+    runs, reference = {}, {}
+    for name, case in cases.items():
+        known = kind == "qwen3"
+        runs[name] = Run(count(name, flops.Shape.of(case.model.config, *sizes)) / 1e9 if known else None)
+
+    def check(name: str, number: int, loss: float, grads: dict[str, Tensor]) -> None:
+        if number:
+            return
+        if name == "stock rows":
+            reference.update(grads)
+        run = runs[name]
+        run.loss = loss
+        run.error, run.cosine = models.compare(grads, reference)
+        # detached and last:N have another gradient by definition; the loss is the same in every case
+        assert name in ("last:2", "detached") or run.error < GRADIENT[kind], (name, run)
+        assert abs(loss - runs["stock rows"].loss) < 1e-5 * abs(loss), (name, loss, runs["stock rows"].loss)
+
+    for name, times in interleaved(cases, passes, check).items():
+        runs[name].times = times
+    return runs
+
+
+def table(
+    runs: dict[str, Run], bars_here: dict[str, tuple[float | None, float | None]]
+) -> tuple[list[dict], list[str]]:
+    """A row a case, and a line a bar."""
+    rows, verdicts = [], []
+    for case, run in runs.items():
+        seconds = run.times
+        row = {"case": case, "seconds": f"{seconds.wall:.3f}", "min": f"{min(seconds.wall_passes):.3f}"}
+        row |= {"cpu_s": f"{seconds.cpu:.3f}", "gflop_s": f"{run.gflop / seconds.judged:.0f}" if run.gflop else ""}
+        for name, bar in zip(BASES, bars_here.get(case, (None, None)), strict=True):
+            columns = dict.fromkeys((f"over_{name}", f"cpu_{name}", f"limit_{name}", f"of_limit_{name}"), "")
+            base = runs.get(BASES[name])
+            if base is not None:
+                ratio = base.times.judged / seconds.judged
+                columns[f"over_{name}"] = f"{base.times.wall / seconds.wall:.2f}"
+                columns[f"cpu_{name}"] = f"{base.times.cpu / seconds.cpu:.2f}"
+                if base.gflop and run.gflop:
+                    limit = base.gflop / run.gflop
+                    columns[f"limit_{name}"], columns[f"of_limit_{name}"] = f"{limit:.2f}", f"{ratio / limit:.3f}"
+                    if bars_here and case in OURS:
+                        verdicts.append(verdict(f"{case}, of its limit over {BASES[name]}", ratio / limit, OF_LIMIT))
+                if bar is not None:
+                    verdicts.append(verdict(f"{case} over {BASES[name]}", ratio, bar))
+            row |= columns
+        rows.append(row | {"gradient_error": f"{run.error:.1e}", "cosine": f"{run.cosine:.4f}"})
+    return rows, verdicts
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    for name, default in {"prompt": 4096, "response": 64, "responses": 8, "layers": 4, "passes": 5}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--cases", nargs="+", default=["stock rows", "checkpointed rows", *OURS])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--no-save", action="store_true", help=f"leave {RESULTS.name}/step.csv as it is")
+    parser = options(__doc__, prompt=4096, response=64, responses=8, layers=4, passes=5)
+    parser.add_argument("--model", choices=list(models.MODELS), default="qwen3")
+    parser.add_argument("--cases", nargs="+", default=[*PEERS, *OURS])
+    parser.add_argument("--skip", nargs="+", default=[], help="cases left out")
+    parser.add_argument("--name", default="step", help="of the CSV and PNG file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    cases = ["stock rows"]  # every other one is held against it
+    for case in args.cases:
+        reason = "skipped" if case in args.skip else missing(case, args.model)
+        if reason is not None:
+            print(f"{case}: left out, {reason}")
+        elif case not in cases:
+            cases.append(case)
 
     group = models.prompt_group(args.prompt, args.response, args.responses)
-    w = models.weights(group)
-    built = {case: build(case, args.layers) for case in args.cases}
-    shape = Shape.of(built["stock rows"][0].config, args.prompt, args.response, args.responses)
-    wall: dict[str, list[float]] = {case: [] for case in built}
-    cpu: dict[str, list[float]] = {case: [] for case in built}
-    losses, agreement = {}, {}
-    for number in range(args.passes + 1):  # the first one warms up
-        for case, (model, step) in built.items():
-            wall_0, cpu_0 = time.perf_counter(), time.process_time()
-            losses[case] = step(model, group, w)
-            wall_s, cpu_s = time.perf_counter() - wall_0, time.process_time() - cpu_0
-            grads = models.gradients(model)
-            if number:
-                wall[case].append(wall_s)
-                cpu[case].append(cpu_s)
-                continue
-            if case == "stock rows":
-                reference = grads
-            agreement[case] = models.compare(grads, reference)
-            # detached and last:N have another gradient by definition; the loss is the same in every case
-            assert case in ("last:2", "detached") or agreement[case][0] < 1e-5, (case, agreement[case])
-            assert abs(losses[case] - losses["stock rows"]) < 1e-5 * abs(losses["stock rows"]), (case, losses)
-
-    rows = []
-    median = {case: statistics.median(seconds) for case, seconds in wall.items()}
-    median_cpu = {case: statistics.median(seconds) for case, seconds in cpu.items()}
-    for case in built:
-        row = {"case": case, "seconds": f"{median[case]:.3f}", "min": f"{min(wall[case]):.3f}"}
-        row |= {"cpu_s": f"{median_cpu[case]:.3f}", "gflop_s": f"{flops(case, shape) / median[case] / 1e9:.0f}"}
-        for i, base in enumerate(("stock rows", "checkpointed rows")):
-            name = base.split()[0]
-            known = base in median
-            bar = BARS.get(case, (None, None))[i]
-            row[f"over_{name}"] = f"{median[base] / median[case]:.2f}" if known else None
-            row[f"cpu_{name}"] = f"{median_cpu[base] / median_cpu[case]:.2f}" if known else None
-            row[f"limit_{name}"] = f"{flops(base, shape) / flops(case, shape):.2f}"
-            row[f"bar_{name}"] = bar
-        row |= {"gradient_error": f"{agreement[case][0]:.1e}", "cosine": f"{agreement[case][1]:.4f}"}
-        rows.append(row)
-    comments = [
-        f"Qwen3 of {args.layers} layers, hidden 256, vocabulary 32,768, float32; prompt {args.prompt}, "
+    runs = measure(cases, args.model, args.layers, group, args.passes)
+    sizes = (args.model, args.layers, args.prompt, args.response, args.responses)
+    rows, verdicts = table(runs, BARS.get(sizes, {}))
+    here = [
+        f"{models.about(args.layers, args.model)}; prompt {args.prompt}, "
         f"{args.responses} responses of {args.response}; medians of {args.passes} interleaved passes",
         conditions(),
-        "over_X: seconds of X / seconds of the case; cpu_X: the same in CPU seconds; limit_X: in counted FLOPs",
+    ]
+    comments = [
+        *here,
+        "over_X: seconds of X / seconds of the case; cpu_X: the same in CPU seconds; limit_X: in counted FLOPs; "
+        f"of_limit_X: the share of it, in {judged()}, of which the bars are held, too",
+        *verdicts,
     ]
     show(rows, comments)
-    if not args.no_save:
-        write(RESULTS / "step.csv", rows, comments)
+    write(RESULTS / f"{args.name}.csv", rows, comments)
+    seconds = {case: run.times.judged for case, run in runs.items()}
+    speed = (runs["stock rows"].gflop or 0) / seconds["stock rows"]
+    limit = {case: run.gflop / speed for case, run in runs.items() if run.gflop}
+    bars(RESULTS / args.name, here, seconds, limit, "were each FLOP as fast as in stock rows")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.flops import Shape, limits, ours, stock
+from benchmarks.flops import Shape, limits, one_mask, ours, prefix_grouper, stock
 
 # hidden 4, intermediate 8, 2 query heads and 1 key head of size 2, vocabulary 10; P=5, two responses of 3
 SMALL = Shape(2, 4, 8, 2, 1, 2, 10, 5, 3, 2)
@@ -19,6 +19,19 @@ def test_stock():
     gemm, attention, head = 8 * LAYER, 32 * PAIR, 4 * HEAD  # 8 tokens, 8 * 8 / 2 pairs, logits of R + 1 tokens
     assert stock(SMALL) == 2 * (2 * (3 * gemm + 3.5 * attention) + 3 * head)
     assert stock(SMALL, checkpointed=True) == 2 * (2 * (4 * gemm + 4.5 * attention) + 3 * head)
+
+
+@pytest.mark.parametrize(
+    ("peer", "pairs"),
+    [
+        (one_mask, 11 * 11),  # 5 + 2 * 3 tokens, each with each
+        (prefix_grouper, 5 * 5 / 2 + 2 * (3 * 8)),  # each response's 3 tokens with the prompt's 5 and their own
+    ],
+)
+def test_shared_prompt(peer, pairs):
+    gemm, attention, head = 11 * LAYER, pairs * PAIR, 2 * 4 * HEAD  # logits of R + 1 tokens a response
+    assert peer(SMALL) == 2 * (3 * gemm + 3.5 * attention) + 3 * head
+    assert peer(SMALL, checkpointed=True) == 2 * (4 * gemm + 4.5 * attention) + 3 * head
 
 
 @pytest.mark.parametrize(
