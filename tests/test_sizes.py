@@ -168,6 +168,15 @@ def test_the_largest_layer_counts(graphs):
     assert largest(graphs, chunks=True) <= 2_000_000
 
 
+def test_graphs_that_grow_faster_than_their_tokens(graphs):
+    """A Mamba-2 scan has a term for each pair of blocks."""
+    model = auto("mamba2", 12 * 10**6)
+    for _ in range(2):
+        graphs.clear()
+        step(model, ragged(0, ((1700, (2,)),)))
+    assert 0.95 * 12 * 10**6 <= largest(graphs, chunks=True) <= 12 * 10**6
+
+
 def test_frozen_layers_are_a_kind_of_their_own(graphs):
     """The graph of a frozen layer, here the first, holds less."""
     model = auto("llama", 1_000_000)
