@@ -29,6 +29,7 @@ from .head import Graph, HeadOperation, NormOperation, Rows
 from .meter import Meter
 from .output import LongStrawOutput
 from .replay import Call, Layer, LayerOperation, Progress
+from .sizes import Automatic
 from .stand_ins import replaced
 from .storage import Host
 from .support import find_dropout, refuse_inexact
@@ -132,6 +133,7 @@ class Attachment:
         self.blueprint = Blueprint(model)
         self.meter = Meter()
         self.place = failures.Place()
+        self.automatic = Automatic(config)
         self._forget()
 
     def _forget(self) -> None:
@@ -147,7 +149,7 @@ class Attachment:
         twin.model, twin.around = copy.deepcopy(self.model, memo), copy.deepcopy(self.around, memo)
         twin.config, twin.meter, twin.adapted = self.config, Meter(), self.adapted
         twin.blueprint = copy.deepcopy(self.blueprint, memo)
-        twin.place = failures.Place()
+        twin.place, twin.automatic = failures.Place(), copy.copy(self.automatic)
         twin._forget()
         return twin
 
@@ -184,7 +186,8 @@ class Attachment:
                 fault = self._find_fault(groups, temperature, router_logits, unknown, recording, device)
             except Exception as error:  # whatever it is, the other ranks wait to hear of it
                 fault = f"the input cannot be checked: {error!r}"
-            fault = wrapping.agree(fault, recording, device)
+            fault, measured = wrapping.agree(fault, recording, device, self.automatic.measured)
+            self.automatic.agree(measured)
             if fault is not None:
                 raise ValueError(fault)
             with self._named("forward", recording):
@@ -288,7 +291,7 @@ class Attachment:
         if recording:
             self.applied = adapters.applied(self.model)
         self.place.at("the embedding")
-        packed = pack(groups, config, device, plan.recurrent, with_ends, capturing)
+        packed = pack(groups, config, device, plan.recurrent, with_ends, capturing, self.automatic.sizes)
         self.meter.begin(packed.run, len(packed.prompt_ids) - packed.run, packed.tokens_saved, recording)
         captures: list[Capture | None] = [None] * len(packed.groups)
         if capturing:
@@ -310,7 +313,10 @@ class Attachment:
                 plan.describe(segment, x_response)
         progress = Progress(ended=True)
         budget = Budget(config.activation_budget if recording else 0)
-        call = Call(packed, plan.config, self.meter, progress, self.place, budget, captures, self._backward)
+        measurement = self.automatic.begin(packed, plan, x_response) if recording else None
+        call = Call(
+            packed, plan.config, self.meter, progress, self.place, budget, captures, self._backward, measurement
+        )
         host = Host(config.offload, device) if config.offload and recording else None
         calling = functools.partial(self._call, host)
         first_exact = len(plan.layers) - self.exact_layers
@@ -331,6 +337,9 @@ class Attachment:
             x_prompt, x_response, *logits = calling(i, module, LayerOperation, (layer,), (x_prompt, x_response))
             if layer.routed:
                 routed.append(torch.cat(logits, 1)[0])
+        if measurement is not None:
+            self.automatic.take(measurement)
+            call.measure = measurement = None
         if plan.embedded:
             x_response = x_response.chunk(2, -1)[0]
         if packed.scored is not None:

@@ -66,17 +66,22 @@ def ways_out_of_memory(
             ways.append(f"lower head_chunk_size={config.head_chunk_size}")
     elif part is not None and part.is_chunk:
         if part.tokens > 1:
-            ways.append(f"lower prompt_chunk_size={config.prompt_chunk_size}")
+            ways.append(lower(config, "prompt_chunk_size"))
     elif part is not None and len(part.lengths) > 1:
         if config.responses_per_replay is None:
-            ways += [f"lower prompt_chunk_size={config.prompt_chunk_size}", "set responses_per_replay=1"]
+            ways += [lower(config, "prompt_chunk_size"), "set responses_per_replay=1"]
         else:
-            ways.append(f"lower responses_per_replay={config.responses_per_replay}")
+            ways.append(lower(config, "responses_per_replay"))
     if config.activation_budget and recording:
         ways.append(f"lower activation_budget={config.activation_budget}")
     if config.offload is None and not config.activation_budget and device.type != "cpu" and recording:
         ways.append('set offload="all", which keeps hidden states and prompt state in host memory')
     return [*ways, "put fewer tokens into a call"]
+
+
+def lower(config: LongStrawConfig, size: str) -> str:
+    name = "segment_budget" if getattr(config, size) == "auto" else size
+    return f"lower {name}={getattr(config, name)}"
 
 
 def ways_out_of_host_memory(config: LongStrawConfig, recording: bool) -> list[str]:

@@ -36,18 +36,23 @@ class Budget:
 
     def take(self, graph: Graph, saved: dict[int, int], kept_anyway: list) -> bool:
         """Whether the graph may be kept. The first one that does not fit ends it: a call's segments are alike."""
-        for t in (graph.y, *graph.view.new.values()):
-            if t is not None:
-                note(saved, t)
-        for t in (graph.x, *graph.view.past.values(), *kept_anyway):
-            if isinstance(t, Tensor):
-                saved.pop(address(t), None)
-        graph.nbytes = sum(saved.values())
+        graph.nbytes = count(graph, saved, kept_anyway)
         if graph.nbytes > self.left:
             self.left = 0
             return False
         self.left -= graph.nbytes
         return True
+
+
+def count(graph: Graph, saved: dict[int, int], kept_anyway: list) -> int:
+    """Bytes that a graph holds: what was `saved` and its outputs, without what is alive with and without it."""
+    for t in (graph.y, *graph.view.new.values()):
+        if t is not None:
+            note(saved, t)
+    for t in (graph.x, *graph.view.past.values(), *kept_anyway):
+        if isinstance(t, Tensor):
+            saved.pop(address(t), None)
+    return sum(saved.values())
 
 
 @contextlib.contextmanager

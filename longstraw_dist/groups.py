@@ -97,6 +97,15 @@ class Segment:
         return torch.cat([t[:n] for t, n in zip(y, self.lengths, strict=True)])[None]
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """How much runs at once where a knob is `"auto"`: sizes.py. The defaults hold until something is measured."""
+
+    chunk: int = 256  # tokens of a prompt chunk
+    replay: int = 256  # tokens of a replay
+    each: int = 0  # more, for which each of its responses but one counts
+
+
 @dataclass
 class PackedGroup:
     captured: int  # P-1
@@ -150,6 +159,7 @@ def pack(
     recurrent: bool = False,
     with_ends: bool = False,
     capturing: bool = False,
+    auto: Sizes = Sizes(),
 ) -> Packed:
     """Lays the groups out. For a `recurrent` model no prompt chunk but the first has one token; `with_ends`, a
     response of R tokens has R + 1 inputs; `capturing`, a prompt without responses is run too. Where no response is to
@@ -158,20 +168,21 @@ def pack(
     if not any(len(r) or with_ends for group in groups for r in group.response_ids):
         dummy = torch.zeros(1, dtype=torch.int64, device=device)
         groups_run = [*(groups if capturing else ()), PromptGroup(dummy, [dummy])]
-        packed = pack(groups_run, config, device, recurrent, with_ends, capturing)
+        packed = pack(groups_run, config, device, recurrent, with_ends, capturing, auto)
         packed.rows, packed.tokens_saved = [slice(0, 0) for g in groups for _ in g.response_ids], 0
         packed.weights = None if packed.weights is None else torch.zeros_like(packed.weights)
         return packed
 
     out, prompts, inputs, targets, rows, weights = [], [], [], [], [], []
     p = r = saved = 0
+    size = config.prompt_chunk_size if isinstance(config.prompt_chunk_size, int) else auto.chunk
     for number, group in enumerate(groups):
         prompt = group.prompt_ids
         filled = [t for t in group.response_ids if len(t) or with_ends]
         captured = len(prompt) - 1 if filled or capturing else 0  # a prompt that nobody reads is not run
         capture = group.capture if captured else None
         chunks = []
-        spans = capture.chunks if capture else split_prompt(captured, config.prompt_chunk_size, recurrent)
+        spans = capture.chunks if capture else split_prompt(captured, size, recurrent)
         for i, (begin, end) in enumerate(spans):
             lies = slice(p + begin, p + end)
             chunks.append(Segment(lies, begin, (end - begin,), group=number, number=i, is_chunk=True))
@@ -187,7 +198,7 @@ def pack(
             targets.append(ids)
         weights.append(torch.full((captured,), len(filled), dtype=torch.float32, device=device))
         replays = []
-        for lengths in split_replays([len(t) + with_ends for t in filled], config):
+        for lengths in split_replays([len(t) + with_ends for t in filled], config, recurrent, auto):
             lies = slice(begin, begin + sum(lengths))
             replays.append(Segment(lies, captured, lengths, group=number, number=len(chunks)))
             begin += sum(lengths)
@@ -208,18 +219,28 @@ def split_prompt(tokens: int, size: int, recurrent: bool) -> list[tuple[int, int
         size = max(size, 2)
     chunks = [(begin, min(begin + size, tokens)) for begin in range(0, tokens, size)]
     if recurrent and len(chunks) > 1 and tokens - chunks[-1][0] == 1:
-        chunks[-2:] = [(chunks[-2][0], tokens)]
+        begin = chunks[-2][0]
+        chunks[-2:] = [(begin, tokens - 2), (tokens - 2, tokens)] if size > 2 else [(begin, tokens)]
     return chunks
 
 
-def split_replays(lengths: list[int], config: LongStrawConfig) -> Iterable[tuple[int, ...]]:
+def split_replays(
+    lengths: list[int],
+    config: LongStrawConfig,
+    recurrent: bool = False,
+    auto: Sizes = Sizes(),
+) -> Iterable[tuple[int, ...]]:
     """Cuts a group's responses, in order, into replays."""
+    most, size = config.responses_per_replay, config.prompt_chunk_size
     replay: list[int] = []
     for n in lengths:
-        if config.responses_per_replay is None:
-            full = sum(replay) + n > config.prompt_chunk_size
-        else:
-            full = len(replay) == config.responses_per_replay
+        if isinstance(most, int):
+            full = len(replay) == most
+        elif most is None and isinstance(size, int):
+            full = sum(replay) + n > size
+        else:  # a recurrent layer stacks them, each as long as the longest
+            tokens = max(*replay, n, 2) * (len(replay) + 1) if recurrent else sum(replay) + n
+            full = tokens + len(replay) * auto.each > auto.replay
         if replay and full:
             yield tuple(replay)
             replay = []

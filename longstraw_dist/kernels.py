@@ -150,5 +150,5 @@ def in_use() -> str:
 
 
 @functools.cache
-def log_once(text: str) -> None:
-    logger.info(f"longstraw-dist: {text}")
+def log_once(text: str, level: int = logging.INFO) -> None:
+    logger.log(level, f"longstraw-dist: {text}")

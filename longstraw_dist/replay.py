@@ -61,6 +61,7 @@ class Call:
     budget: Budget
     captures: list[Capture | None]  # to be made, of each packed group
     guard: Callable[[str], AbstractContextManager]  # around the backward of the operation with this name
+    measure: Callable[..., None] | None = None  # a layer's graphs, where sizes are to be found: sizes.py
 
 
 @dataclass
@@ -126,6 +127,8 @@ class LayerOperation(torch.autograd.Function):
                     y, view = forward_segment(ctx, layer, stock, state, replay, x_response)
                     y_response = put(y_response, x_response, replay, y)
                     r_response = put(r_response, x_response, replay, view.routed)
+                if layer.call.measure is not None and any(ctx.needs_input_grad):
+                    layer.call.measure(layer, stock, group, state, x_response)
                 states.append(state)
                 kept.append(
                     state.kept(layer.exact, group.chunks[0].tokens * x_prompt[0, :1].nbytes if group.chunks else 0)

@@ -191,22 +191,26 @@ def recover(model: nn.Module, engine: str) -> None:
     model.zero_grad()
 
 
-def agree(fault: str | None, recording: bool, device: torch.device) -> str | None:
+def agree(
+    fault: str | None, recording: bool, device: torch.device, measured: Sequence[int] = (0, 0, 0)
+) -> tuple[str | None, list[list[int]]]:
     """
-    Lets every rank know what any rank found wrong, so that all raise the same error and none waits for another.
+    Lets every rank know what any rank found wrong, so that all raise the same error and none waits for another; and
+    what every rank `measured`: its numbers, as many on each.
 
     Costs one all-reduce of a small tensor on the default process group; one more collective if there is a fault.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return fault
-    flags = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=device)
-    flags[dist.get_rank()] = 4 if fault else 1 + recording
-    dist.all_reduce(flags)
-    seen = flags.tolist()
+        return fault, [list(measured)]
+    said = torch.zeros(dist.get_world_size(), 1 + len(measured), dtype=torch.int64, device=device)
+    said[dist.get_rank()] = torch.tensor([4 if fault else 1 + recording, *measured])
+    dist.all_reduce(said)
+    seen, of_all = said[:, 0].tolist(), said[:, 1:].tolist()
     if 4 in seen:
         faults: list[str | None] = [None] * len(seen)
         dist.all_gather_object(faults, fault)
-        return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(faults) if text)
+        return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(faults) if text), of_all
     if len(set(seen)) > 1:
-        return f"ranks {[i for i, f in enumerate(seen) if f == 1]} call under torch.no_grad(), the others do not."
-    return None
+        scoring = [i for i, f in enumerate(seen) if f == 1]
+        return f"ranks {scoring} call under torch.no_grad(), the others do not.", of_all
+    return None, of_all

@@ -4,10 +4,12 @@ import math
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, training_args
 from trl import GRPOTrainer, TrlParser
 from trl.trainer.utils import shuffle_sequence_dict
 
+from longstraw_dist import LongStrawConfig
 from longstraw_dist.attach import is_attached
 from longstraw_dist.groups import find_groups
 from longstraw_dist.integrations.trl import LongStrawGRPOConfig, LongStrawGRPOTrainer
@@ -84,6 +86,17 @@ def test_command_line(tmp_path):
     (args,) = TrlParser((LongStrawGRPOConfig,)).parse_args_and_config(command.split())
     assert args.longstraw().activation_budget == 1000
     assert LongStrawGRPOConfig(str(tmp_path), use_cpu=True).longstraw() == type(engine)()
+
+
+@pytest.mark.parametrize("chunk", ["auto", 64])
+def test_auto_from_a_command_line_and_from_a_recipe(tmp_path, chunk):
+    knobs = {"prompt_chunk_size": chunk, "responses_per_replay": "auto", "segment_budget": 10**9}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({"output_dir": str(tmp_path), "use_cpu": True, **knobs}))
+    command = [f"--{name}={value}" for name, value in knobs.items()]
+    for arguments in (["--config", str(recipe)], ["--output_dir", str(tmp_path), "--use_cpu", *command]):
+        (args,) = TrlParser((LongStrawGRPOConfig,)).parse_args_and_config(arguments)
+        assert args.longstraw() == LongStrawConfig(**knobs)
 
 
 @pytest.mark.parametrize(
