@@ -187,32 +187,37 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         step = self.state.global_step
         if model is self.ref_model or compute_aux_loss:  # a capture has no router logits
             return call(prompt_groups=groups, output_router_logits=compute_aux_loss)
-        given = self.captures.given_to(groups, self._attachment.stands_on(), step)
+        now = self._attachment.stands_on()
+        given = self.captures.given_to(groups, now, step)
         if torch.is_grad_enabled() and self.captures.age(step) and self._drift_seen_at != step:
             self._drift_seen_at = step
-            if self._measure_drift(call, given) > self.args.capture_max_drift:
+            if self._measure_drift(call, given, step) > self.args.capture_max_drift:
                 self.captures.drop()
-                given = groups
+            given = self.captures.given_to(groups, now, step)
         recapture = torch.is_grad_enabled() and self.args.capture_max_age > 0
         out = call(prompt_groups=given, capture=recapture, output_router_logits=False)
         if recapture:
             self.captures.add(out.captures, step)
         return out
 
-    def _measure_drift(self, call, groups: list[PromptGroup]) -> float:
-        """Mean difference of the log-probs of one response a rank, with its captured prompt and a new one."""
-        samples = [
-            dataclasses.replace(group, response_ids=[response])
-            for group in groups
-            for response in group.response_ids
-            if group.capture is not None and len(response)
-        ][:1]
+    def _measure_drift(self, call, groups: list[PromptGroup], step: int) -> float:
+        """Mean difference of the log-probs of one response a rank, with its captured prompt and with a new capture,
+        which is then that prompt's; the largest of all ranks. Every rank makes the calls, whatever it holds."""
+        held = [group for group in groups if group.capture is not None and any(map(len, group.response_ids))]
+        samples = (
+            [
+                dataclasses.replace(group, response_ids=[next(r for r in group.response_ids if len(r))])
+                for group in held[step % len(held) :][:1]
+            ]
+            if held
+            else []
+        )
         anew = [dataclasses.replace(group, capture=None) for group in samples]
-        with torch.no_grad():  # every rank makes both calls
-            old, new = (call(prompt_groups=each).logps for each in (samples, anew))
-        drift = (old[0] - new[0]).abs().mean() if samples else torch.zeros(())
-        drifts = self.accelerator.gather(drift.to(self.accelerator.device))
-        drift = drifts.max().item()
+        with torch.no_grad():
+            old, new = call(prompt_groups=samples), call(prompt_groups=anew, capture=True)
+        self.captures.add(new.captures, step)
+        drift = (old.logps[0] - new.logps[0]).abs().mean() if samples else old.scores.new_zeros(())
+        drift = self.accelerator.gather(drift).max().item()
         self._metrics["train"]["longstraw/capture_drift"].append(drift)
         return drift
 
