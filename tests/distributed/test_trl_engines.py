@@ -41,9 +41,14 @@ SLOW = {
     for beta in (0.0, 0.04)
     for checkpointing in (False, True)
 }
-OWN_ROLLOUTS = {  # both trainers in two processes, TRL's generation
+OLD = {"prompt_grad": "detached", "num_iterations": 3, "capture_max_age": 2, "capture_max_drift": 10.0}
+OWN_ROLLOUTS = {  # in two processes, with the model's own generation
     "GRPOTrainer": ("qwen3", False, {"beta": 0.04}),
     "LongStrawGRPOTrainer": ("qwen3", False, {"beta": 0.04}),
+    "without captures": ("qwen3", False, {"beta": 0.04, "rollout_from_capture": False}),
+    "old captures": ("qwen3", False, OLD),
+    "of a scan": ("nemotron_h", False, {}),
+    "of a scan, without captures": ("nemotron_h", False, {"rollout_from_capture": False}),
 }
 
 
@@ -61,7 +66,8 @@ def launched(tmp_path_factory):
                 save_models(models, kind, tied)
             cases.append({"name": name, "models": models.name, "options": options, "after": table == "fast"})
             if table == "own":
-                cases[-1] |= {"trainer": name, "rollouts": None}
+                trainer = name if name == "GRPOTrainer" else "LongStrawGRPOTrainer"
+                cases[-1] |= {"trainer": trainer, "rollouts": None}
         return folder, *launch(engine, folder, cases, timeout=120 + 10 * len(cases))
 
     def results(engine: str, table: str):
@@ -162,3 +168,28 @@ def test_rollouts_are_those_of_stock(launched, engine):
     """Both in two processes, with TRL's generation: the same completions, the same update."""
     _, results = launched(engine, "own")
     compare(*(results[name]["run"] for name in ("LongStrawGRPOTrainer", "GRPOTrainer")), adamw=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_captures_change_nothing(launched, engine):
+    """The rollout's are used by the updates that follow at the same weights, and not a bit differs."""
+    _, results = launched(engine, "own")
+    for name, other in (
+        ("LongStrawGRPOTrainer", "without captures"),
+        ("of a scan", "of a scan, without captures"),
+    ):
+        ours, without = results[name]["run"], results[other]["run"]
+        assert max(log.get("longstraw/prompt_tokens_reused", 0) for log in ours.log) > 0
+        assert max(log.get("longstraw/prompt_tokens_reused", 0) for log in without.log) == 0
+        assert all(torch.equal(ours.update[n], w) for n, w in without.update.items()), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_old_captures(launched, engine):
+    _, results = launched(engine, "own")
+    drift = [log.get("longstraw/capture_drift") for log in results["old captures"]["run"].log if "loss" in log]
+    assert drift[0] is None, "the first iteration has new ones"
+    assert min(drift[1:]) > 0
+    assert len(drift) == 3
