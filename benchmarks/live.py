@@ -21,8 +21,9 @@ Kind = Callable[[Tensor], str]
 
 class LiveStorages(TorchDispatchMode):
     """
-    While it is open: `live` bytes by tier, `peak` bytes by tier, and `peak_kinds`, the bytes by (tier, kind) when the
-    device tier was at its peak. Storages of `ignored` tensors (parameters, inputs) count nothing.
+    While it is open: `live` bytes by tier, `peak` bytes by tier; and of the moment when the device tier was at its
+    peak, `peak_kinds`, bytes by (tier, kind), and `peak_shapes`, how many storages of the device tier by (kind, shape,
+    bytes). Storages of `ignored` tensors (parameters, inputs) count nothing.
 
     Args:
         kind: names a storage after the first tensor that was seen on it.
@@ -40,10 +41,12 @@ class LiveStorages(TorchDispatchMode):
         self.kind, self.watch = kind, watch
         self.references: dict[int, weakref.ref] = {}
         self.tiers: dict[int, tuple[str, str, int]] = {}  # (tier, kind, bytes) of each live storage
+        self.shapes: dict[int, tuple[int, ...]] = {}  # of the first tensor seen on each
         self.live: Counter = Counter()
         self.kinds: Counter = Counter()
         self.peak: Counter = Counter()
         self.peak_kinds: dict[tuple[str, str], int] = {}
+        self.peak_shapes: Counter = Counter()
         self.ignored = {t.untyped_storage()._cdata for t in ignored}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -68,6 +71,7 @@ class LiveStorages(TorchDispatchMode):
             self._forget(key)  # it has become part of the host tier, or was resized
         else:
             kind = self.kind(t)
+            self.shapes[key] = tuple(t.shape)
         self.references[key] = weakref.ref(storage, functools.partial(self._forget, key))
         self.tiers[key] = (tier, kind, storage.nbytes())
         self._add(key, 1)
@@ -75,6 +79,9 @@ class LiveStorages(TorchDispatchMode):
             self.peak[tier] = self.live[tier]
             if tier == "device":
                 self.peak_kinds = {k: v for k, v in self.kinds.items() if v}
+                self.peak_shapes = Counter(
+                    (kind, self.shapes[k], size) for k, (where, kind, size) in self.tiers.items() if where == tier
+                )
 
     def _forget(self, key: int, _: weakref.ref | None = None) -> None:
         if self.references.pop(key, None) is not None:
