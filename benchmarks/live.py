@@ -2,7 +2,9 @@
 
 A dispatch mode sees every tensor that an operation returns, and a weak reference to its storage tells when that is
 freed. It counts bytes of storages, each once, however many tensors share it: a slice that keeps a large storage alive
-counts as the large storage. A kernel's own scratch memory is not seen (resident memory is: memory.py).
+counts as the large storage. A kernel's own scratch memory is not seen (resident memory is: memory.py). While a mode is
+open, autograd adds gradients that meet out of place where it does it in place otherwise: a tied embedding's gradient
+counts three times at the end of a backward that holds two.
 """
 
 import functools
