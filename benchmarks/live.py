@@ -2,7 +2,9 @@
 
 A dispatch mode sees every tensor that an operation returns, and a weak reference to its storage tells when that is
 freed. It counts bytes of storages, each once, however many tensors share it: a slice that keeps a large storage alive
-counts as the large storage. A kernel's own scratch memory is not seen (resident memory is: memory.py).
+counts as the large storage. A kernel's own scratch memory is not seen (resident memory is: memory.py). While a mode is
+open, autograd adds gradients that meet out of place where it does it in place otherwise: a tied embedding's gradient
+counts three times at the end of a backward that holds two.
 """
 
 import functools
@@ -21,8 +23,9 @@ Kind = Callable[[Tensor], str]
 
 class LiveStorages(TorchDispatchMode):
     """
-    While it is open: `live` bytes by tier, `peak` bytes by tier, and `peak_kinds`, the bytes by (tier, kind) when the
-    device tier was at its peak. Storages of `ignored` tensors (parameters, inputs) count nothing.
+    While it is open: `live` bytes by tier, `peak` bytes by tier; and of the moment when the device tier was at its
+    peak, `peak_kinds`, bytes by (tier, kind), and `peak_shapes`, how many storages of the device tier by (kind, shape,
+    bytes). Storages of `ignored` tensors (parameters, inputs) count nothing.
 
     Args:
         kind: names a storage after the first tensor that was seen on it.
@@ -40,10 +43,12 @@ class LiveStorages(TorchDispatchMode):
         self.kind, self.watch = kind, watch
         self.references: dict[int, weakref.ref] = {}
         self.tiers: dict[int, tuple[str, str, int]] = {}  # (tier, kind, bytes) of each live storage
+        self.shapes: dict[int, tuple[int, ...]] = {}  # of the first tensor seen on each
         self.live: Counter = Counter()
         self.kinds: Counter = Counter()
         self.peak: Counter = Counter()
         self.peak_kinds: dict[tuple[str, str], int] = {}
+        self.peak_shapes: Counter = Counter()
         self.ignored = {t.untyped_storage()._cdata for t in ignored}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -68,6 +73,7 @@ class LiveStorages(TorchDispatchMode):
             self._forget(key)  # it has become part of the host tier, or was resized
         else:
             kind = self.kind(t)
+            self.shapes[key] = tuple(t.shape)
         self.references[key] = weakref.ref(storage, functools.partial(self._forget, key))
         self.tiers[key] = (tier, kind, storage.nbytes())
         self._add(key, 1)
@@ -75,6 +81,9 @@ class LiveStorages(TorchDispatchMode):
             self.peak[tier] = self.live[tier]
             if tier == "device":
                 self.peak_kinds = {k: v for k, v in self.kinds.items() if v}
+                self.peak_shapes = Counter(
+                    (kind, self.shapes[k], size) for k, (where, kind, size) in self.tiers.items() if where == tier
+                )
 
     def _forget(self, key: int, _: weakref.ref | None = None) -> None:
         if self.references.pop(key, None) is not None:
