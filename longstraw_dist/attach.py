@@ -48,6 +48,9 @@ def attach(model: Any, config: LongStrawConfig | None = None) -> Any:
     raise what one rank finds wrong, so every rank of the default process group must make the call. One call with a
     graph a backward: put all groups of a micro-batch into it.
 
+    With `capture=True` its output has `captures`, one for each group, also of one without responses. A group that is
+    given its capture costs no forward of the prompt; its backward is the same.
+
     Args:
         model (`PreTrainedModel` or `peft.PeftModel`): a causal LM of a supported type. Add adapters before.
         config ([`LongStrawConfig`], *optional*): how to run it.
