@@ -219,8 +219,7 @@ def split_prompt(tokens: int, size: int, recurrent: bool) -> list[tuple[int, int
         size = max(size, 2)
     chunks = [(begin, min(begin + size, tokens)) for begin in range(0, tokens, size)]
     if recurrent and len(chunks) > 1 and tokens - chunks[-1][0] == 1:
-        begin = chunks[-2][0]
-        chunks[-2:] = [(begin, tokens - 2), (tokens - 2, tokens)] if size > 2 else [(begin, tokens)]
+        chunks[-2:] = [(chunks[-2][0], tokens)]
     return chunks
 
 

@@ -19,6 +19,8 @@ from torch.nn import functional
 
 from .replay import Autocast, Call, Gradients, Progress, refuse_changed, versions
 
+BLOCK = 2**18  # logits
+
 
 @dataclass
 class Rows:
@@ -96,13 +98,18 @@ class HeadOperation(torch.autograd.Function):
         logps, entropies, lses = [], [], []
         with ctx.autocast.restored():
             for c in rows.chunks(x.shape[1]):
-                z = scaled_logits(rows.logits(stock, x[:, c]), rows.temperature)
-                lse = z.logsumexp(-1)
-                logps.append(z.gather(-1, rows.call.packed.targets[c, None])[:, 0] - lse)
-                lses.append(lse)
-                p = (z - lse[:, None]).exp_()
-                entropies.append(lse - torch.linalg.vecdot(p, z))
-                del z, p
+                logits = rows.logits(stock, x[:, c])[0]
+                for b in blocks(logits):
+                    z = scaled(logits[b], rows.temperature)
+                    top = z.amax(-1, keepdim=True)
+                    d = z - top
+                    p = d.exp()
+                    total = p.sum(-1)
+                    lses.append(top[:, 0] + total.log())
+                    logps.append(z.gather(-1, rows.call.packed.targets[c][b, None])[:, 0] - lses[-1])
+                    entropies.append(total.log() - torch.linalg.vecdot(p, d) / total)
+                    del z, d, p
+                del logits
         logp, entropy, lse = torch.cat(logps), torch.cat(entropies), torch.cat(lses)
         ctx.save_for_backward(x, lse, entropy)
         rows.call.meter.keeps("hidden", [x])
@@ -123,18 +130,30 @@ class HeadOperation(torch.autograd.Function):
                 x = saved[:, c].detach().requires_grad_()
                 logits = rows.logits(rows.module.forward, x)
                 with torch.no_grad():
-                    d = scaled_logits(logits.detach(), rows.temperature).sub_(lse[c, None])  # log p, in place
-                    weight = -g_logp[c]  # of p, in dz
-                    if bonus_wanted:
-                        weight = weight - g_entropy[c] * (d + entropy[c, None])
-                    d.exp_().mul_(weight).scatter_add_(-1, packed.targets[c, None], g_logp[c])
-                gx[:, c] = gradients.vjp([logits], [d[None]], [x])[0]
-                del logits, d, weight
+                    dz = logits.detach()  # the logits' own memory
+                    for b in blocks(dz[0]):
+                        z, g_b = dz[0, b], g_logp[c][b]
+                        d = scaled(z, rows.temperature).sub_(lse[c][b, None])  # log p
+                        weight = -g_b  # of p
+                        if bonus_wanted:
+                            weight = weight - g_entropy[c][b] * (d + entropy[c][b, None])
+                        d.exp_().mul_(weight).scatter_add_(-1, packed.targets[c][b, None], g_b)
+                        if d.data_ptr() != z.data_ptr():
+                            z.copy_(d)
+                gx[:, c] = gradients.vjp([logits], [dz], [x])[0]
+                del logits, dz, z, d, weight
             sums = gradients.sums()
         return None, None, None, gx, *sums
 
 
-def scaled_logits(logits: Tensor, temperature: float) -> Tensor:
-    """`[1, C, V] -> [C, V]`, float32 or wider; in the logits' own memory where the dtype allows."""
-    z = logits[0].to(torch.promote_types(logits.dtype, torch.float32))
+def blocks(logits: Tensor) -> Iterator[slice]:
+    """Rows of a chunk that are worked on at a time: on a CPU as many as a core's cache holds."""
+    rows, vocabulary = logits.shape
+    size = max(1, BLOCK // vocabulary) if logits.device.type == "cpu" else rows
+    return (slice(begin, begin + size) for begin in range(0, rows, size))
+
+
+def scaled(logits: Tensor, temperature: float) -> Tensor:
+    """float32 or wider; in the logits' own memory where the dtype allows."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return z if temperature == 1.0 else z.div_(temperature)

@@ -62,7 +62,10 @@ class Automatic:
         assert self.budget is not None
         self.past = measurement.group.captured
         room = self.budget * (1 - MARGIN)
-        self.measured = least([self.measured, *(fill(room, *found) for found in measurement.found.values())])
+        found = [fill(room, *curves) for curves in measurement.found.values()]
+        if measurement.recurrent:  # the last chunk may be a token longer
+            found = [(max(chunk - 1, 1), replay, each) for chunk, replay, each in found]
+        self.measured = least([self.measured, *found])
 
     def agree(self, of_all: Sequence[Sequence[int]]) -> None:
         """Takes what every rank has measured, in the order of ranks."""
@@ -96,7 +99,7 @@ class Measurement:
     """
 
     def __init__(self, packed: Packed, plan: Blueprint, like: Tensor):
-        self.group = longest(packed)
+        self.group, self.recurrent = longest(packed), plan.recurrent
         self.found: dict[Any, tuple[Curve, Curve, float]] = {}
         n = 256 if plan.recurrent else 64
         chunks = [(i * n + 1,) for i in (1, 2, 3)]  # where padding to a block is most

@@ -13,7 +13,7 @@ from longstraw_dist import LongStrawConfig, attach, replay
 from longstraw_dist.attach import attachment_of
 from longstraw_dist.failures import Place, describe
 from longstraw_dist.graphs import count, saved_once
-from longstraw_dist.groups import Segment, Sizes, split_prompt
+from longstraw_dist.groups import Segment, Sizes
 
 from .models import ragged, tiny, weigh
 from .reference import gradients, relative, stock_rows, worst
@@ -235,17 +235,6 @@ def test_a_longer_prompt_is_measured_where_graphs_grow_with_it(graphs, kind):
         step(model, ragged(0, ((700, (3, 4)),)))
     assert attachment_of(model).automatic.sizes.chunk < small.chunk
     assert largest(graphs, chunks=True) <= 3_000_000
-
-
-def test_chunks_of_a_recurrence_are_no_larger_than_told():
-    """One token may not be left over: it takes a second one from the chunk before."""
-    for size in (3, 7):
-        for tokens in range(1, 40):
-            chunks = split_prompt(tokens, size, recurrent=True)
-            lengths = [end - begin for begin, end in chunks]
-            assert sum(lengths) == tokens
-            assert max(lengths) <= size
-            assert min(lengths) >= min(2, tokens)
 
 
 @pytest.mark.parametrize(
