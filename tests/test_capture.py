@@ -14,7 +14,7 @@ from .models import MODELS, adapted, ragged, tiny, weigh
 from .more_architectures import FURTHER
 from .reference import gradients
 
-FAST = ("llama", "mistral", "gemma2", "qwen3_moe", "qwen3_5_text", "glm_moe_dsa", "mamba2", "zamba2", "lfm2")
+FAST = ("llama", "gemma2", "qwen3_5_text", "glm_moe_dsa", "zamba2")
 
 
 def step(model, groups):

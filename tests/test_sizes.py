@@ -64,6 +64,10 @@ def largest(graphs, chunks: bool) -> int:
     return max(nbytes for nbytes, s in graphs if s.is_chunk == chunks and (chunks or len(s.lengths) > 1))
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize("mode", ["exact", "detached", "last:2"])
 def test_the_same_in_every_mode(mode):
     check("llama", 230_000, prompt_grad=mode)
@@ -71,13 +75,13 @@ def test_the_same_in_every_mode(mode):
 
 @pytest.mark.parametrize(
     ("kind", "budget"),
-    [("mistral", 230_000), ("qwen3_moe", 230_000), ("glm_moe_dsa", 500_000)],
+    [("mistral", 230_000), slow("qwen3_moe", 230_000), slow("glm_moe_dsa", 500_000)],
 )
 def test_the_same_for_every_state(kind, budget):
     check(kind, budget)
 
 
-@pytest.mark.parametrize("budget", [1_700_000, 100])
+@pytest.mark.parametrize("budget", [1_700_000, slow(100)])
 def test_the_same_for_a_recurrence(budget):
     """Of shorter prompts: the stock delta rule's own noise grows with them."""
     check("qwen3_5_text", budget, shapes=((150, (5, 20, 0, 9)), (1, (3, 1)), (4, ())), parameter_bar=3e-4)
@@ -122,7 +126,9 @@ def check(kind: str, budget: int, shapes=LONG, parameter_bar: float = 1e-4, **co
     return ours
 
 
-@pytest.mark.parametrize(("kind", "budget"), [("llama", 3 * 10**6), ("qwen3_5_text", 6 * 10**6), ("jamba", 6 * 10**6)])
+@pytest.mark.parametrize(
+    ("kind", "budget"), [("llama", 3 * 10**6), slow("qwen3_5_text", 6 * 10**6), slow("jamba", 6 * 10**6)]
+)
 def test_segments_fill_the_budget(graphs, kind, budget):
     """No segment is above it, and of a tenth more one would be."""
     model = auto(kind, budget)
@@ -143,7 +149,7 @@ def test_segments_fill_the_budget(graphs, kind, budget):
     assert largest(graphs, chunks=False) > budget
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_5_text", "jamba", "recurrent_gemma", "zamba2"])
+@pytest.mark.parametrize("kind", ["llama", *map(slow, ("qwen3_5_text", "jamba", "recurrent_gemma", "zamba2"))])
 def test_ragged_replays_stay_below(graphs, kind):
     """Replays of many short responses, of few long ones, and of both."""
     budget = 3_000_000
@@ -168,6 +174,7 @@ def test_the_largest_layer_counts(graphs):
     assert largest(graphs, chunks=True) <= 2_000_000
 
 
+@pytest.mark.slow
 def test_graphs_that_grow_faster_than_their_tokens(graphs):
     """A Mamba-2 scan has a term for each pair of blocks."""
     model = auto("mamba2", 30 * 10**6)
@@ -177,6 +184,7 @@ def test_graphs_that_grow_faster_than_their_tokens(graphs):
     assert 27 * 10**6 <= largest(graphs, chunks=True) <= 30 * 10**6
 
 
+@pytest.mark.slow
 def test_frozen_layers_are_a_kind_of_their_own(graphs):
     """The graph of a frozen layer, here the first, holds less."""
     model = auto("llama", 1_000_000)
@@ -188,6 +196,7 @@ def test_frozen_layers_are_a_kind_of_their_own(graphs):
     assert 900_000 <= largest(graphs, chunks=True) <= 1_000_000
 
 
+@pytest.mark.slow
 def test_a_larger_budget_holds_more():
     for kind in ("llama", "qwen3_5_text"):
         sizes = []
@@ -225,7 +234,7 @@ def test_a_copy_keeps_them():
     assert found(twin) == found(model) != Sizes()
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "glm_moe_dsa"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", slow("glm_moe_dsa")])
 def test_a_longer_prompt_is_measured_where_graphs_grow_with_it(graphs, kind):
     model = auto(kind, 3_000_000)
     step(model, ragged())

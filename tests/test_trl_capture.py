@@ -41,18 +41,23 @@ def prompt_tokens(run) -> int:
     return sum(found.values())
 
 
+CASES = {
+    "plain": {},
+    "two steps a batch": {"steps_per_generation": 4},
+    "reference": {"beta": 0.04},
+    "two iterations": {"num_iterations": 2},
+    "cut groups": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+    "offload": {"offload": "all"},
+    "padded": {"pad_to_multiple_of": 16},
+}
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"beta": 0.04},
-        {"num_iterations": 2},
-        {"steps_per_generation": 4},
-        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
-        {"offload": "all"},
-        {"pad_to_multiple_of": 16},
+        pytest.param(options, id=name, marks=[] if name in ("plain", "two steps a batch") else [pytest.mark.slow])
+        for name, options in CASES.items()
     ],
-    ids=["plain", "reference", "two iterations", "two steps a batch", "cut groups", "offload", "padded"],
 )
 def test_parity(folder, record_property, options):
     """The same completions, and the same updates from them; old captures are not used."""
@@ -104,6 +109,7 @@ def test_adapters(folder, record_property):
     assert max(column(runs[0], "prompt_tokens_reused")) > 0
 
 
+@pytest.mark.slow
 def test_mixed_precision(folder):
     """Under autocast what the rollout captured is what the update would compute."""
     with_captures, without = (
@@ -180,6 +186,7 @@ def test_an_old_capture_is_used_for_its_age(folder):
     assert len(column(run, "capture_drift")) == 4, "two of each four steps: the third captures anew"
 
 
+@pytest.mark.slow
 def test_a_drift_beyond_the_bound_captures_anew(folder):
     """Then every step runs its prompts, as without old captures, to the bit."""
     run, fresh = aged(folder, capture_max_age=3, capture_max_drift=1e-9), aged(folder)

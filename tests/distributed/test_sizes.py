@@ -42,9 +42,12 @@ def sizes(name: str, kind: str, first: int, config: dict) -> list[tuple]:
     return found
 
 
+MORE = [("zero3", "llama", 0), ("fsdp2", "llama", 1), ("zero3", "glm_moe_dsa", 0)]
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "first"),
-    [("zero3", "llama", 0), ("zero3", "llama", 1), ("fsdp2", "llama", 1), ("zero3", "glm_moe_dsa", 0)],
+    [("zero3", "llama", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
 )
 def test_every_rank_uses_the_same(two_ranks, name, kind, first):
     ranks = two_ranks.run(sizes, name, kind, first, {**AUTO, "segment_budget": 400_000})
@@ -68,7 +71,7 @@ def test_no_collective_more(two_ranks, name):
     assert [[call[2:] for call in calls] for calls in auto] == [[call[2:] for call in calls] for calls in plain]
 
 
-@pytest.mark.parametrize("name", ["zero3", "fsdp2"])
+@pytest.mark.parametrize("name", ["zero3", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_parity(two_ranks, record_property, name):
     """Over three steps: the first measures, and then a layer runs five or six tokens at once."""
     check(two_ranks, record_property, name, score="before between", config={**AUTO, "segment_budget": 14_000})
