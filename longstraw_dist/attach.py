@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from . import adapters, failures, kernels, wrapping
 from .adapters import base_of
 from .blueprint import Blueprint
-from .capture import Capture, stands_on
+from .capture import Capture, checksums, stands_on
 from .config import LongStrawConfig, exact_layers
 from .graphs import Budget
 from .groups import PromptGroup, find_fault, pack
@@ -187,6 +187,8 @@ class Attachment:
                 if router_logits is None:
                     router_logits = bool(self.blueprint.config.to_dict().get("output_router_logits"))
                 fault = self._find_fault(groups, temperature, router_logits, unknown, recording, device)
+                if capturing and torch.is_inference_mode_enabled():
+                    fault = "capture=True in inference mode: no backward could use it. Capture under torch.no_grad()."
             except Exception as error:  # whatever it is, the other ranks wait to hear of it
                 fault = f"the input cannot be checked: {error!r}"
             fault, measured = wrapping.agree(fault, recording, device, self.automatic.measured)
@@ -267,7 +269,8 @@ class Attachment:
             return None
         if router_logits:
             return "a capture holds no router logits: leave out output_router_logits, or the captures."
-        now, stale = self.stands_on(), self.exact_layers == 0
+        stale = self.exact_layers == 0
+        now = self.stands_on(parameters=not stale)
         for i, group in enumerate(groups):
             if group.capture is None:
                 continue
@@ -277,9 +280,10 @@ class Attachment:
                 return f"prompt_groups[{i}].capture {fault}"
         return None
 
-    def stands_on(self) -> dict[str, Any]:
-        """What a capture made now would hold for."""
-        return stands_on(self.model, self.blueprint.layers, self.blueprint.device)
+    def stands_on(self, parameters: bool = True) -> dict[str, Any]:
+        """What a capture made now would hold for. `parameters` are read for it, once."""
+        found = stands_on(self.model, self.blueprint.config, self.blueprint.device)
+        return found | {"parameters": checksums(wrapping.held(self.root, self.model))} if parameters else found
 
     def _has_pending_graph(self) -> bool:
         if self.progress.begun or self.pending is None or self.pending() is None:

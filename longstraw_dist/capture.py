@@ -9,7 +9,7 @@ enter the layer, from which backward starts.
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,9 +35,9 @@ class Capture:
     for each group, and `PromptGroup(prompt_ids, response_ids, capture=...)` is run from it, with the same result.
 
     It keeps the state of the prompt and, for each layer whose prompt gradient is exact, `[P-1, hidden]`, as long as it
-    lives. It holds for the parameters, adapters and autocast that it was made with. Changed ones are refused, but for
-    parameters where `prompt_grad="detached"`: there a stale state is a choice (LongStraw, arXiv 2607.14952). Under
-    DeepSpeed changed parameters are not noticed.
+    lives. It holds for the parameters, buffers, adapters, config and autocast that it was made with. Changed ones are
+    refused, but for parameters where `prompt_grad="detached"`: there a stale state is a choice (LongStraw, arXiv
+    2607.14952). To notice, a call that makes or uses captures reads all that this rank holds of the parameters once.
 
     Attributes:
         prompt_ids (`torch.Tensor`): int64 `[P]`.
@@ -45,14 +45,15 @@ class Capture:
     """
 
     def __init__(self, owner: Any, prompt_ids: Tensor, chunks: Sequence[Segment], stands_on: dict[str, Any]):
-        self.owner, self.prompt_ids, self.stands_on = weakref.ref(owner), prompt_ids, stands_on
+        self.owner, self.prompt_ids, self.stands_on = weakref.ref(owner), prompt_ids.clone(), stands_on
         self.chunks = [(chunk.past, chunk.past + chunk.tokens) for chunk in chunks]
         self.layers: list[CapturedLayer] = []
 
     @property
     def nbytes(self) -> int:
         tensors = [t for layer in self.layers for t in (layer.hidden, *layer.kept) if t is not None]
-        return sum(t.nbytes for t in tensors)
+        relays = [t for layer in self.layers for relay in layer.relays for t in relay.values()]
+        return sum({t.data_ptr(): t.nbytes for t in (*tensors, *relays)}.values())  # layers may share a relay
 
     def hidden(self, layer: int) -> Tensor | None:
         """What enters a layer; `None` behind the last, or where backward does not ask."""
@@ -82,15 +83,40 @@ class Capture:
         return None
 
     def find_change(self, now: dict[str, Any], stale: bool) -> str | None:
-        """What is not as it was, of what it stands on; with `stale`, the parameters need not be."""
-        changed = (what for what, value in self.stands_on.items() if value != now[what])
-        return next((what for what in changed if not (stale and what == "parameters")), None)
+        """What is not as it was, of what it stands on; with `stale`, the parameters are not asked for."""
+        asked = (what for what in self.stands_on if not (stale and what == "parameters"))
+        return next((what for what in asked if self.stands_on[what] != now[what]), None)
 
 
-def stands_on(model: nn.Module, layers: Sequence[nn.Module], device: torch.device) -> dict[str, Any]:
-    """What a capture made now would hold for. Parameters are told apart by how often each was changed in place."""
+def stands_on(model: nn.Module, config: Any, device: torch.device) -> dict[str, Any]:
+    """What a capture made now would hold for, besides the parameters."""
     return {
-        "parameters": [p._version for layer in layers for p in layer.parameters()],
         "adapters": adapters.applied(model),
         "autocast": (torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)),
+        "config": config.to_dict(),
     }
+
+
+def checksums(tensors: Iterable[Tensor]) -> list[tuple]:
+    """Of each tensor, dtype, shape and the sum of its bits, by which any change of a value shows: an optimizer may not
+    count what it changes in place. Reads each once."""
+    tensors = [t.detach() for t in tensors]
+    sums = [bits(t) for t in tensors]
+    on: dict[torch.device, list[int]] = {}
+    for i, t in enumerate(sums):
+        on.setdefault(t.device, []).append(i)
+    values = {
+        i: n
+        for places in on.values()
+        for i, n in zip(places, torch.stack([sums[i] for i in places]).tolist(), strict=True)
+    }
+    return [(t.dtype, tuple(t.shape), values[i]) for i, t in enumerate(tensors)]
+
+
+def bits(t: Tensor) -> Tensor:
+    """int64, of all bytes."""
+    flat = t.contiguous().view(-1).view(torch.uint8)
+    if flat.storage_offset() % 8:
+        flat = flat.clone()
+    whole = len(flat) // 8 * 8
+    return flat[:whole].view(torch.int64).sum() + flat[whole:].sum()

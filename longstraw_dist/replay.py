@@ -17,6 +17,8 @@ taking the graph apart is LongStraw's (arXiv 2607.14952, section 3); the prompt'
 """
 
 import contextlib
+import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -246,6 +248,8 @@ def capture_layer(
         hidden = x_prompt[:, group.rows].detach()
         if hidden.shape != x_prompt.shape:
             hidden = hidden.clone()  # a slice would keep all groups'
+    state = copy.copy(state)
+    state.traits = dataclasses.replace(layer.traits, router=None, indexer=None)  # it would keep the modules alive
     return CapturedLayer(state, kept, hidden, [dict(relays[id(chunk)]) for chunk in group.chunks])
 
 

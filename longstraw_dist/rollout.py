@@ -15,14 +15,19 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from .attach import attachment_of
 from .capture import Capture
 from .groups import Segment
 from .state.prompt import ALONG
+
+ON_MODULES = ("recurrent_gemma",)  # keep their state where no cache is
 
 
 def find_fault(model: Any) -> str | None:
     """Why the model's own generation cannot go on from a capture, or `None`."""
     kind = type(model).__name__
+    if model.config.get_text_config().model_type in ON_MODULES:
+        return f"{kind} keeps its state on its modules."
     if not model._supports_default_dynamic_cache():
         return f"{kind} generates from a cache of its own."
     if all(DynamicCache(config=model.config.get_text_config()).is_linear):
@@ -42,7 +47,17 @@ def filled_cache(model: PreTrainedModel, captures: Sequence[Capture], rows: Sequ
 
     Returns:
         `DynamicCache`: with the prompts' state, a copy for each row, as `generate` would have.
+
+    Raises:
+        `ValueError`: for a capture that does not hold, or is longer than `width`.
     """
+    attachment = attachment_of(model)
+    now = attachment.stands_on()
+    for i, capture in enumerate(captures):
+        if (fault := capture.find_fault(attachment, capture.prompt_ids, now, stale=False)) is not None:
+            raise ValueError(f"captures[{i}] {fault}")
+        if len(capture.prompt_ids) > width:
+            raise ValueError(f"captures[{i}] has {len(capture.prompt_ids)} tokens, more than width={width}.")
     cache, seen = DynamicCache(config=model.config.get_text_config()), width - 1
     ends = [Segment(slice(0), len(c.prompt_ids) - 1, (1,), number=len(c.chunks)) for c in captures]
     for i, layer in enumerate(cache.layers):

@@ -30,6 +30,7 @@ from .replay import Layer, with_graph
 from .state import PromptState
 from .wrapping import shard_size
 
+TABLES = ("gptj", "codegen")  # whose positions end with a table
 MARGIN = 0.01  # of the budget: some layers' graphs are not quite on a curve
 Curve = tuple[float, float, float]  # fixed, token, square
 
@@ -48,12 +49,15 @@ class Automatic:
         self.sizes, self.agreed = Sizes(), False
         self.measured = 0, 0, 0
         self.past = -1  # tokens of the longest prompt that was measured here
+        self.measured_with: Any = None  # on what a graph's size depends, besides
 
     def begin(self, packed: Packed, plan: Blueprint, like: Tensor) -> "Measurement | None":
         """For a call with a backward, if it is to measure: a dummy's is not."""
         if self.budget is None or not packed.returned:
             return None
         grows = any(traits.joined or traits.indexed for traits in plan.traits)
+        if (now := conditions(plan, like)) != self.measured_with:
+            self.measured_with, self.measured, self.agreed, self.past = now, (0, 0, 0), False, -1
         due = not self.agreed or (grows and longest(packed).captured > self.past)
         return Measurement(packed, plan, like) if due else None
 
@@ -102,6 +106,8 @@ class Measurement:
         self.group, self.recurrent = longest(packed), plan.recurrent
         self.found: dict[Any, tuple[Curve, Curve, float]] = {}
         n = 256 if plan.recurrent else 64
+        if plan.config.model_type in TABLES:
+            n = max(min(n, (plan.config.max_position_embeddings - self.group.captured - 1) // 3), 1)
         chunks = [(i * n + 1,) for i in (1, 2, 3)]  # where padding to a block is most
         replays = [*((i * n + 1, i * n) for i in (1, 2, 3)), (n // 4 + 1, n // 4) * 4]
         self.samples = []
@@ -127,6 +133,13 @@ class Measurement:
         chunk, replay, (tokens, nbytes) = fit(points[:3]), fit(points[3:6]), points[6]
         sequence = max(nbytes - evaluate(replay, tokens), 0.0) / 6  # eight responses, where the curve is of two
         self.found[kind] = chunk, replay, sequence
+
+
+def conditions(plan: Blueprint, like: Tensor) -> tuple:
+    """What is trained, and in which dtype it runs."""
+    kind = like.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return like.dtype, autocast, [p.requires_grad for layer in plan.layers for p in layer.parameters()]
 
 
 def longest(packed: Packed) -> PackedGroup:
@@ -158,4 +171,4 @@ def solve(curve: Curve, nbytes: float) -> int:
     """The most tokens that hold no more bytes; one at least."""
     fixed, token, square = curve
     rest = max(nbytes - fixed, 0.0)
-    return max(int(2 * rest / (token + math.sqrt(token**2 + 4 * square * rest))), 1)
+    return max(min(int(2 * rest / (token + math.sqrt(token**2 + 4 * square * rest))), 2**31), 1)

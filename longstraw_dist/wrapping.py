@@ -100,6 +100,17 @@ def shard_size(p: Tensor) -> tuple[int, int]:
     return p.to_local().numel() if isinstance(p, DTensor) else p.numel(), p.numel()
 
 
+def held(root: Any, model: nn.Module) -> Iterator[Tensor]:
+    """What this rank holds of the model's parameters and buffers: its shards, gathered or not at this moment."""
+    units = fsdp2_units(root)
+    for unit in units:
+        for group in unit._get_fsdp_state()._fsdp_param_groups:
+            yield from (p.sharded_param.to_local() for p in group.fsdp_params)
+    for p in () if units else model.parameters():
+        yield p.ds_tensor if is_zero3(p) else p  # type: ignore[attr-defined]
+    yield from model.buffers()
+
+
 def is_partitioned(p: Tensor) -> bool:
     """Whether this rank holds only its shard of a parameter."""
     local, whole = shard_size(p)

@@ -2,11 +2,14 @@
 
 import copy
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
-from longstraw_dist import LongStrawConfig, PromptGroup, attach
+from longstraw_dist import LongStrawConfig, PromptGroup, attach, rollout
 from longstraw_dist.attach import attachment_of
 
 from .architectures import ARCHITECTURES, TIED
@@ -15,6 +18,9 @@ from .more_architectures import FURTHER
 from .reference import gradients
 
 FAST = ("llama", "gemma2", "qwen3_5_text", "glm_moe_dsa", "zamba2")
+
+
+CANNOT = ("mamba", "mamba2", "falcon_mamba", "minimax", "recurrent_gemma")  # generate from captures
 
 
 def step(model, groups):
@@ -128,6 +134,102 @@ def test_changed_parameters_are_refused_where_the_gradient_is_exact():
             refused("other parameters", model, given)
 
 
+def fused(model):
+    torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
+
+
+def by_data(model):
+    model.model.layers[0].self_attn.q_proj.weight.data.mul_(1.01)
+
+
+def assigned(model):
+    model.load_state_dict({n: 1.01 * p for n, p in model.state_dict().items()}, assign=True)
+
+
+def embedding(model):
+    with torch.no_grad():
+        model.get_input_embeddings().weight[3] += 0.1
+
+
+def rotary(model):
+    model.model.rotary_emb.inv_freq *= 0.9
+
+
+def config(model):
+    model.config.rope_parameters = {**model.config.rope_parameters, "rope_theta": 3.0}
+
+
+@pytest.mark.parametrize("change", [fused, by_data, assigned, embedding, rotary, config])
+def test_no_change_goes_unnoticed(change):
+    """What autograd does not count, either."""
+    model, groups = attach(tiny("llama")), ragged()
+    given = captured(model, groups)
+    step(model, given)
+    change(model)
+    refused("other config" if change is config else "other parameters", model, given)
+
+
+def test_its_prompt_is_its_own():
+    model, groups = attach(tiny("llama")), ragged()
+    given = captured(model, groups)
+    groups[0].prompt_ids[3] += 1
+    refused("of another prompt", model, given)
+    assert given[0].capture.prompt_ids.untyped_storage().nbytes() == 8 * len(groups[0].prompt_ids)
+
+
+@pytest.mark.parametrize("kind", ["llama", "glm_moe_dsa"])
+def test_it_keeps_what_it_says_and_nothing_else(kind):
+    model, groups = attach(tiny(kind), LongStrawConfig(prompt_chunk_size=7)), ragged(shapes=[(23, (5,))])
+    (group,) = captured(model, groups)
+    tensors = [t for layer in group.capture.layers for t in (layer.hidden, *layer.kept) if t is not None]
+    tensors += [t for layer in group.capture.layers for relay in layer.relays for t in relay.values()]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    assert sum(storages.values()) == group.capture.nbytes
+    parameters = [weakref.ref(p) for p in model.parameters()]
+    del model, tensors
+    gc.collect()
+    assert all(p() is None for p in parameters)
+
+
+def test_filled_cache_refuses():
+    model, groups = attach(tiny("llama")), ragged()
+    captures = [g.capture for g in captured(model, groups)]
+    with pytest.raises(ValueError, match="more than width=7"):
+        rollout.filled_cache(model, captures, [0], 7)
+    with pytest.raises(ValueError, match="of another model"):
+        rollout.filled_cache(copy.deepcopy(model), captures, [0], 40)
+    by_data(model)
+    with pytest.raises(ValueError, match="other parameters"):
+        rollout.filled_cache(model, captures, [0], 40)
+
+
+def generated(model, groups, **kwargs):
+    """Greedy tokens of a ragged batch, by the stock model and from captures."""
+    prompts = [g.prompt_ids for g in groups]
+    rows, width = [0, 0, 1, 2, 2, 3], 2 + max(map(len, prompts))
+    ids = torch.stack([pad(prompts[row], (width - len(prompts[row]), 0)) for row in rows])
+    mask = torch.stack([pad(torch.ones_like(prompts[row]), (width - len(prompts[row]), 0)) for row in rows])
+    settings = {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12, "pad_token_id": 0}
+    stock = model.generate(ids, attention_mask=mask, **settings)
+    captures = [g.capture for g in captured(model, groups)]
+    cache = rollout.filled_cache(model, captures, rows, width)
+    return stock, model.generate(ids, attention_mask=mask, cache=cache, **settings)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[] if k in FAST else [pytest.mark.slow]) for k in MODELS | ARCHITECTURES | FURTHER]
+)
+def test_generation_goes_on_from_them(kind):
+    model = attach(tiny(kind, kind in TIED).eval(), LongStrawConfig(prompt_chunk_size=5))
+    if kind in CANNOT:
+        assert rollout.find_fault(model) is not None
+        return
+    assert rollout.find_fault(model) is None
+    stock, ours = generated(model, ragged())
+    assert torch.equal(stock, ours)
+    assert len(ours[:, -12:].unique()) > 3, "the model says one thing"
+
+
 def test_refusals():
     model, groups = attach(tiny("llama")), ragged()
     given = captured(model, groups)
@@ -138,6 +240,8 @@ def test_refusals():
         model(input_ids=groups[0].prompt_ids[None], capture=True)
     experts = attach(tiny("mixtral"))
     refused("router logits", experts, captured(experts, groups), output_router_logits=True)
+    with torch.inference_mode():
+        refused("inference mode", model, groups, capture=True)
 
 
 def test_adapters():

@@ -129,6 +129,29 @@ def test_prompts_of_one_token(folder):
     compare(ours, theirs)
 
 
+def test_only_the_first_turn_captures(folder):
+    """How many follow is each rank's own, for its tools: they make no collective."""
+    trainer, calls = make(LongStrawGRPOTrainer, folder, **SGD), []
+    generate = trainer._generate_from_captures
+    with mock.patch.object(
+        trainer, "_generate_from_captures", lambda *args, **kw: calls.append(1) or generate(*args, **kw)
+    ):
+        trainer._turns = 0
+        for _ in range(3):
+            trainer._generate_single_turn([[5, 6, 7], [5, 6, 7]], None, {}, 2)
+    assert calls == [1]
+
+
+def test_evaluation_uses_no_old_captures(folder):
+    found = []
+    for options in ({}, {"capture_max_age": 8, "capture_max_drift": 10.0}):
+        arguments = {"eval_dataset": prompts(4)}
+        options = {**options, "eval_strategy": "steps", "eval_steps": 1, "beta": 0.04, "learning_rate": 1e-9}
+        run = train(LongStrawGRPOTrainer, folder, prompt_grad="detached", arguments=arguments, **{**SGD, **options})
+        found.append([log["eval_loss"] for log in run.log if "eval_loss" in log])
+    assert found[0] == found[1]
+
+
 def config(**options) -> LongStrawGRPOConfig:
     return LongStrawGRPOConfig(**{**OPTIONS, "output_dir": "unused", **options})
 
@@ -138,6 +161,8 @@ def test_refusals(folder):
         config(capture_max_age=1)
     with pytest.raises(ValueError, match="capture_max_age=-1"):
         config(capture_max_age=-1, prompt_grad="detached")
+    with pytest.raises(ValueError, match="beside offload='all'"):
+        config(capture_max_age=1, prompt_grad="detached", offload="all")
     with pytest.raises(ValueError, match="capture_max_drift=0"):
         config(capture_max_drift=0)
     for options, match in (
@@ -150,7 +175,7 @@ def test_refusals(folder):
         assert not make(LongStrawGRPOTrainer, folder, **options).rollout_from_capture
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "minimax"])
+@pytest.mark.parametrize("kind", ["mamba2", "minimax", "recurrent_gemma"])
 def test_types_that_cannot(tmp_path, kind):
     """They generate as ever."""
     model = tiny(kind, vocab_size=len(tokenizer()))

@@ -95,6 +95,11 @@ class LongStrawGRPOConfig(GRPOConfig):
                 f"capture_max_age={self.capture_max_age} beside prompt_grad={self.prompt_grad!r}: an old state has no "
                 'exact gradient. Set prompt_grad="detached", or capture_max_age=0.'
             )
+        if self.capture_max_age and self.offload is not None:
+            raise ValueError(
+                f"capture_max_age={self.capture_max_age} beside offload={self.offload!r}: captures stay on the "
+                "model's device. Set one of them."
+            )
         if not self.capture_max_drift > 0:
             raise ValueError(f"capture_max_drift={self.capture_max_drift!r} is not a difference above 0.")
 

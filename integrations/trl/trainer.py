@@ -80,6 +80,7 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         self._reference: Attachment | None = None
         self.captures = Captures(args.capture_max_age)
         self._drift_seen_at = -1  # optimizer step
+        self._turns = 0  # of the rollout so far
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         if (text := self._inner_text_config) is not None:  # the parent looks beside it, having got a tokenizer
             self.model.config.max_position_embeddings = text.max_position_embeddings
@@ -185,41 +186,48 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         """One packed call, from the captured prompts where they are the policy's, and of now or not too old."""
         call = functools.partial(model, temperature=self.temperature)
         step = self.state.global_step
-        if model is self.ref_model or compute_aux_loss:  # a capture has no router logits
+        if model is self.ref_model or compute_aux_loss or not self.model.training:  # a capture has no router logits
             return call(prompt_groups=groups, output_router_logits=compute_aux_loss)
-        now = self._attachment.stands_on()
+        now = self._attachment.stands_on(parameters=False)
         given = self.captures.given_to(groups, now, step)
         if torch.is_grad_enabled() and self.captures.age(step) and self._drift_seen_at != step:
             self._drift_seen_at = step
-            if self._measure_drift(call, given, step) > self.args.capture_max_drift:
-                self.captures.drop()
-            given = self.captures.given_to(groups, now, step)
+            given = self._watch_drift(call, given)
         recapture = torch.is_grad_enabled() and self.args.capture_max_age > 0
         out = call(prompt_groups=given, capture=recapture, output_router_logits=False)
         if recapture:
             self.captures.add(out.captures, step)
         return out
 
-    def _measure_drift(self, call, groups: list[PromptGroup], step: int) -> float:
-        """Mean difference of the log-probs of one response a rank, with its captured prompt and with a new capture,
-        which is then that prompt's; the largest of all ranks. Every rank makes the calls, whatever it holds."""
-        held = [group for group in groups if group.capture is not None and any(map(len, group.response_ids))]
-        samples = (
-            [
-                dataclasses.replace(group, response_ids=[next(r for r in group.response_ids if len(r))])
-                for group in held[step % len(held) :][:1]
-            ]
-            if held
-            else []
-        )
-        anew = [dataclasses.replace(group, capture=None) for group in samples]
+    def _watch_drift(self, call, groups: list[PromptGroup]) -> list[PromptGroup]:
+        """
+        How far the log-probs of one response a rank, with its prompt's old capture, are from those with a new one:
+        their mean difference, and the largest of all ranks. Beyond the bound no old capture is used any more, on any
+        rank. Every rank makes the calls, whatever it holds.
+
+        Returns:
+            The groups, of which the one that was watched has the new capture.
+        """
+        with_old = [i for i, g in enumerate(groups) if g.capture is not None and any(map(len, g.response_ids))]
+        watched = with_old[self.state.global_step % len(with_old)] if with_old else None
+        old_groups: list[PromptGroup] = []
+        if watched is not None:
+            response = next(ids for ids in groups[watched].response_ids if len(ids))
+            old_groups = [dataclasses.replace(groups[watched], response_ids=[response])]
+        new_groups = [dataclasses.replace(group, capture=None) for group in old_groups]
         with torch.no_grad():
-            old, new = call(prompt_groups=samples), call(prompt_groups=anew, capture=True)
-        self.captures.add(new.captures, step)
-        drift = (old.logps[0] - new.logps[0]).abs().mean() if samples else old.scores.new_zeros(())
-        drift = self.accelerator.gather(drift).max().item()
+            old, new = call(prompt_groups=old_groups), call(prompt_groups=new_groups, capture=True)
+        own = (old.logps[0] - new.logps[0]).abs().mean() if old_groups else old.scores.new_full((), -1.0)
+        drift = self.accelerator.gather(own).max().item()
+        if drift == -1.0:  # nothing of this micro-batch was captured, on no rank
+            return groups
         self._metrics["train"]["longstraw/capture_drift"].append(drift)
-        return drift
+        if not drift <= self.args.capture_max_drift:
+            self.captures.drop()
+            groups = [dataclasses.replace(group, capture=None) for group in groups]
+        if watched is not None:
+            groups[watched] = dataclasses.replace(groups[watched], capture=new.captures[0])
+        return groups
 
     def _find_fault_of_rollout(self) -> str | None:
         """Why completions cannot be sampled from the state of a prompt that ran once, or `None`."""
@@ -232,9 +240,15 @@ class LongStrawGRPOTrainer(GRPOTrainer):
                 return f"{name}={value!r} is set."
         return rollout.find_fault(self._attachment.model)
 
+    def _generate(self, prompts: list):
+        self._turns = 0
+        return super()._generate(prompts)
+
     @profiling_decorator
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        if not self.rollout_from_capture:
+        self._turns += 1
+        # Every rank takes the first turn; how many follow, for its tools, is each one's own.
+        if self._turns > 1 or not self.rollout_from_capture or self._find_fault_of_rollout() is not None:
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
         model = self.accelerator.unwrap_model(self.model_wrapped)
         with replaced(model, "generate", functools.partial(self._generate_from_captures, model, model.generate)):
@@ -246,17 +260,20 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         prompts = [PromptGroup(group.prompt_ids, []) for group in groups]
         with self.accelerator.autocast():
             captures = model(prompt_groups=prompts, capture=True).captures
-        if self.model.training and self.args.offload is None and not self.captures.by_prompt:  # the first turn
+        if self.model.training and self.args.offload is None:
             self.captures.add(captures, self.state.global_step)
         if max(len(prompt.prompt_ids) for prompt in prompts) > 1:
             numbers = [i for i, group in enumerate(groups) for _ in group.response_ids]
             place = {row: number for (row, _), number in zip(order, numbers, strict=True)}
             rows = [place[row] for row in range(len(input_ids))]
-            kwargs["cache"] = rollout.filled_cache(self._attachment.model, captures, rows, input_ids.shape[1])
+            with self.accelerator.autocast():
+                kwargs["cache"] = rollout.filled_cache(self._attachment.model, captures, rows, input_ids.shape[1])
+        del captures  # their hidden states, if nothing keeps them
         return generate(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """As the parent's. `resume_from_checkpoint=True` takes the last checkpoint that was written to its end."""
+        self.captures.drop()  # steps are counted anew
         if resume_from_checkpoint:
             resume_from_checkpoint = finished_checkpoint(resume_from_checkpoint, self.args.output_dir)
         return super().train(resume_from_checkpoint, *args, **kwargs)
