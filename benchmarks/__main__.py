@@ -4,11 +4,11 @@
     try it     python -m benchmarks --quick                                 (minutes: tiny sizes, results in /tmp)
 
 Each script writes its CSV and PNG with the conditions. One that fails is named at the end, with exit status 1. What
-needs something that is not there is left out by name: real_model the folder of `launch/prepare_quickstart.py`.
+needs something that is not there is left out by name: the real model, which `launch/prepare_quickstart.py` makes. On a
+GPU: `python -m benchmarks.gpu`.
 """
 
 import argparse
-import importlib.util
 import os
 import subprocess
 import sys
@@ -45,15 +45,16 @@ SCRIPTS: list[tuple[str, list[str], list[str] | None]] = [
     ("memory", ["--plot"], []),
     ("collectives", [], None),
     ("real_model", [], ["--prompt", "40", "--responses", "2", "--tokens", "4", "--settings", "exact"]),
+    ("real_step", [], None),
     ("trl_step", [], None),
+    ("longest", [], None),
 ]
+NEED_MODEL = ("real_model", "real_step", "trl_step")
 
 
 def absent(name: str) -> str | None:
     """Why a script is left out, if it is."""
-    if importlib.util.find_spec(f"benchmarks.{name}") is None:
-        return f"there is no benchmarks/{name}.py"
-    if name == "real_model" and not QUICKSTART.exists():
+    if name in NEED_MODEL and not QUICKSTART.exists():
         return f"{QUICKSTART.relative_to(ROOT)} is not there: python launch/prepare_quickstart.py"
     return None
 
@@ -76,7 +77,7 @@ def main() -> None:
         if name not in args.only:
             continue
         command = [f"benchmarks.{name}", *options, *(tiny or [] if args.quick else [])]
-        reason = absent(name) or ("its size is fixed" if args.quick and tiny is None else None)
+        reason = absent(name) or ("it has no small size" if args.quick and tiny is None else None)
         start, ended = time.monotonic(), 0
         if reason is None:
             print(f"\n== python -m {' '.join(command)}", flush=True)
