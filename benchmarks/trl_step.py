@@ -61,28 +61,29 @@ def reward(completions: list[str], **kwargs) -> list[float]:
 
 
 class Clock(TrainerCallback):
-    """Seconds of each optimizer step of a trainer, and of the rollout in it."""
+    """Seconds of each optimizer step of a trainer, and of the rollout in it: CPU seconds where one thread runs."""
 
     def __init__(self, trainer: Any):
+        self.now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
         self.steps: list[float] = []
         self.rollouts: list[float] = []
         self.rollout = self.begin = 0.0
         generate = trainer._generate_and_score_completions
 
         def timed(*args, **kwargs):
-            begin = time.perf_counter()
+            begin = self.now()
             out = generate(*args, **kwargs)
-            self.rollout += time.perf_counter() - begin
+            self.rollout += self.now() - begin
             return out
 
         trainer._generate_and_score_completions = timed
         trainer.add_callback(self)
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.begin, self.rollout = time.perf_counter(), 0.0
+        self.begin, self.rollout = self.now(), 0.0
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.steps.append(time.perf_counter() - self.begin)
+        self.steps.append(self.now() - self.begin)
         self.rollouts.append(self.rollout)
 
 
@@ -153,7 +154,8 @@ def main() -> None:
         rows.append(row | {"grad_norm": f"{float(logs[case]['grad_norm']):.5g}"})
     comments = [
         f"{args.model.name}, float32; one GRPO step: a prompt of {args.prompt} tokens of LICENSE, {args.responses} "
-        f"completions of {args.tokens}; medians of {args.passes} interleaved passes; grad_norm of the first pass",
+        f"completions of {args.tokens}; medians of {args.passes} interleaved passes; grad_norm of the first pass; "
+        + ("CPU seconds" if args.threads == 1 else "seconds"),
         conditions(),
     ]
     if {"stock", "ours"} <= median.keys():
