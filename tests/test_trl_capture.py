@@ -206,6 +206,15 @@ def test_old_captures_are_used_and_watched(folder):
     assert any(not torch.equal(run.update[n], w) for n, w in fresh.update.items())
 
 
+def test_the_drift_is_that_of_the_age(folder):
+    """One prompt a micro-batch, two a step: what is watched grows as old as what is not."""
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_iterations": 6, "max_steps": 6}
+    drift = column(aged(folder, **options, **{**OLD, "capture_max_age": 5}), "capture_drift")
+    assert len(drift) == 5
+    assert drift == sorted(drift)
+    assert drift[-1] > 1.4 * drift[0]
+
+
 def test_an_old_capture_is_used_for_its_age(folder):
     run = aged(folder, **{**OLD, "capture_max_age": 1})
     assert len(column(run, "capture_drift")) == 4, "two of each four steps: the third captures anew"

@@ -43,9 +43,10 @@ class Captures:
         self.by_prompt = {}
 
     def add(self, captures: Iterable[Capture], step: int) -> None:
+        """Those of new prompts: of one that it has, the old capture stays, so that its age is what `age` says."""
         if not self.by_prompt:
             self.made_at = step
-        self.by_prompt |= {tuple(capture.prompt_ids.tolist()): capture for capture in captures}
+        self.by_prompt = {tuple(capture.prompt_ids.tolist()): capture for capture in captures} | self.by_prompt
 
     def given_to(self, groups: Sequence[PromptGroup], now: dict[str, Any], step: int) -> list[PromptGroup]:
         """The groups, with the captures that hold `now`, at this optimizer step; what is too old is dropped."""
