@@ -107,6 +107,7 @@ def test_a_run_is_resumed_and_other_settings_are_refused(tmp_path):
         compare_grpo.once(file, args, lambda: {"seed": 1})
 
 
+@pytest.mark.slow
 def test_the_whole_script(tmp_path, monkeypatch):
     model = save_models(tmp_path) / "policy"
     begin, end = compare_report.MARKS
