@@ -59,12 +59,14 @@ def count(graph: Graph, saved: dict[int, int], kept_anyway: list) -> int:
 def saved_once(module: nn.Module) -> Iterator[dict[int, int]]:
     """While it is open, autograd names the module's parameters in place of saving them. Yields, of each storage that
     it saves, address and bytes."""
-    parameters = [(p.data_ptr(), p.data_ptr() + p.nbytes, p) for p in module.parameters()]  # may share a storage
+    parameters: dict[int, list[Tensor]] = {}  # by storage, which they may share
+    for p in module.parameters():
+        parameters.setdefault(address(p), []).append(p)
     saved: dict[int, int] = {}
 
     def pack(t: Tensor) -> Any:
-        for begin, end, p in parameters:
-            if begin <= t.data_ptr() < end and t.dtype == p.dtype:
+        for p in parameters.get(address(t), ()):
+            if p.data_ptr() <= t.data_ptr() < p.data_ptr() + p.nbytes and t.dtype == p.dtype:
                 return p, t.shape, t.stride(), t.storage_offset() - p.storage_offset()
         note(saved, t)
         return t.detach()  # an operation that saves its own output would hold itself
