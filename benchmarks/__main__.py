@@ -46,10 +46,11 @@ SCRIPTS: list[tuple[str, list[str], list[str] | None]] = [
     ("collectives", [], None),
     ("real_model", [], ["--prompt", "40", "--responses", "2", "--tokens", "4", "--settings", "exact"]),
     ("real_step", [], None),
+    ("capture", [], None),
     ("trl_step", [], None),
     ("longest", [], None),
 ]
-NEED_MODEL = ("real_model", "real_step", "trl_step")
+NEED_MODEL = ("real_model", "real_step", "capture", "trl_step")
 
 
 def absent(name: str) -> str | None:
