@@ -45,7 +45,7 @@ class Shape:
             config.intermediate_size,
             config.num_attention_heads,
             config.num_key_value_heads,
-            config.head_dim,
+            config.head_dim or config.hidden_size // config.num_attention_heads,
             config.vocab_size,
             prompt,
             response,
@@ -100,11 +100,14 @@ def prefix_grouper(s: Shape, checkpointed: bool = False) -> float:
     return shared(s, s.prompt**2 / 2 + s.responses * s.response * (s.prompt + s.response), checkpointed)
 
 
-def ours(s: Shape, prompt_grad: str = "exact", last_layer_whole: bool = False, kept: bool = False) -> float:
+def ours(
+    s: Shape, prompt_grad: str = "exact", last_layer_whole: bool = False, kept: bool = False, captured: bool = False
+) -> float:
     """
     The packed step as the engine runs it. In the last layer the prompt's rows give K and V and stop there; the stock
     layer makes Q before. `last_layer_whole`: they run through the whole layer, as the engine first did. `kept`: an
-    `activation_budget` that holds every graph, so that no layer runs forward again.
+    `activation_budget` that holds every graph, so that no layer runs forward again. `captured`: the prompt's forward
+    has run in an earlier call.
     """
     again = 0 if kept else 1
     p, r = s.prompt - 1, s.responses * s.response  # rows: the last prompt token opens each response
@@ -115,10 +118,12 @@ def ours(s: Shape, prompt_grad: str = "exact", last_layer_whole: bool = False, k
     runs = 1 + again
     each_response = response * (runs + GEMM_BACKWARD) + response_attention * (runs + ATTENTION_BACKWARD)
     once = prompt + prompt_attention
-    total = s.layers * each_response + (s.layers - 1) * once
+    total = s.layers * each_response
     total += max(exact - 1, 0) * (again * once + prompt * GEMM_BACKWARD + prompt_attention * ATTENTION_BACKWARD)
     last = once if last_layer_whole else p * (s.q + s.kv)
-    total += last + (again * last + p * s.kv * GEMM_BACKWARD if exact else 0)
+    total += again * last + p * s.kv * GEMM_BACKWARD if exact else 0
+    if not captured:
+        total += (s.layers - 1) * once + last
     return total + r * s.head * (2 + GEMM_BACKWARD)
 
 

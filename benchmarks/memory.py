@@ -33,7 +33,7 @@ from torch import Tensor
 from longstraw_dist import LongStrawConfig, attach
 
 from . import models
-from .conditions import RESULTS, conditions, read, show, write
+from .conditions import RESULTS, conditions, read, show, verdict, write
 from .live import LiveStorages
 
 OFFLOADED = "exact, all offloaded"
@@ -122,31 +122,28 @@ def working_set(prompt: int, response: int, responses: int) -> int:
 
 
 def bars(peak: Peaks, args, few: int, many: int):
-    """(what, measured, bar) for each bar that these cases tell about."""
+    """(what, measured, bar, whether it is to be reached) for what these cases tell about; without a bar `None`."""
     base = args.layers[0]
     for layers in args.layers:
         if found := peak.get((OFFLOADED, many, layers)):
             rest = (found["device"] - found["gradients"]) / working_set(args.prompt, args.response, many)
-            yield f"{OFFLOADED}, L={layers}: device tier without gradients over a layer's working set", rest, 1.15
+            yield (
+                f"{OFFLOADED}, L={layers}: device tier without gradients over a layer's working set",
+                rest,
+                1.15,
+                False,
+            )
     added = (many - few) * args.response * WIDTH * ITEM
     for case in OURS:
         if (case, few, base) in peak and (case, many, base) in peak:
             growth = (peak[case, many, base]["device"] - peak[case, few, base]["device"]) / added
             bar = 4 if case == OFFLOADED else None
-            yield f"{case}: growth from G={few} to {many}, rows of hidden states an added token", growth, bar
+            yield f"{case}: growth from G={few} to {many}, rows of hidden states an added token", growth, bar, False
     for case, g, part in (("stock together", many, 20), ("stock row by row", few, 4)):
         for what, key in (("live storages", "device"), ("resident memory", "resident")):
             if (case, g, base) in peak and ("exact", many, base) in peak:
                 ratio = peak[case, g, base][key] / peak["exact", many, base][key]
-                yield f"{case} over exact at G={many}, {what}", ratio, -part
-
-
-def verdict(measured: float, bar: float | None) -> str:
-    """A negative bar is one to reach, any other one to stay below."""
-    if bar is None:
-        return f"{measured:.4g}"
-    met = measured >= -bar if bar < 0 else measured <= bar
-    return f"{measured:.4g}, bar {'at least' if bar < 0 else 'at most'} {abs(bar):.4g}: {'met' if met else 'MISSED'}"
+                yield f"{case} over exact at G={many}, {what}", ratio, part, True
 
 
 def plot(path: Path) -> None:
@@ -217,7 +214,8 @@ def main() -> None:
         f"one layer's working set at G={many}: {working_set(args.prompt, args.response, many) / MB:.1f} MB, of which "
         f"{segment_bytes() / MB:.1f} are a chunk's graph; nothing fetched ahead is added",
     ]
-    comments += [f"{what}: {verdict(measured, bar)}" for what, measured, bar in bars(peak, args, few, many)]
+    for what, measured, bar, at_least in bars(peak, args, few, many):
+        comments.append(f"{what}: {measured:.4g}" if bar is None else verdict(what, measured, bar, at_least))
     show(rows, comments)
     if not args.no_save:
         write(path, rows, comments)

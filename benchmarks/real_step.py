@@ -25,7 +25,7 @@ from tests.distributed.launch import Ranks
 from tests.distributed.wrappings import Wrapped, wrap
 
 from . import models
-from .conditions import RESULTS, conditions, show, write
+from .conditions import RESULTS, conditions, show, verdict, write
 from .flops import Shape, ours, stock
 from .real_model import load
 
@@ -136,7 +136,6 @@ def main() -> None:
 
     given = ([STOCK, *args.cases], args.model.resolve(), args.prompt, args.responses, args.tokens, args.passes)
     config = transformers.AutoConfig.from_pretrained(args.model)
-    config.head_dim = config.hidden_size // config.num_attention_heads  # Llama's own default
     shape = Shape.of(config, args.prompt, args.tokens, args.responses)
     rows, comments = [], []
     for where in args.where:
@@ -150,8 +149,9 @@ def main() -> None:
                 ranks.stop()
         rows += rows_of(where, found, shape)
         for row in rows[-len(args.cases) :]:
-            verdict = f", bar {BAR}: {'met' if float(row['over_stock']) >= BAR else 'MISSED'}" if row["bar"] else ""
-            comments.append(f"{where}: {row['case']}, {row['over_stock']} times stock rows{verdict}")
+            what = f"{where}: {row['case']} over stock rows"
+            ratio = row["over_stock"]
+            comments.append(verdict(what, float(ratio), BAR) if row["bar"] else f"{what}: {ratio}")
             print(comments[-1], flush=True)
             assert found[row["case"]]["error"] <= ERROR, row
     comments = [

@@ -27,7 +27,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from longstraw_dist.integrations.trl import LongStrawGRPOConfig, LongStrawGRPOTrainer
 
-from .conditions import RESULTS, conditions, show, write
+from .conditions import RESULTS, conditions, show, verdict, write
 
 LICENSE = Path(__file__).parent.parent / "LICENSE"
 BAR = 3.5  # of the whole step, over stock
@@ -160,12 +160,11 @@ def main() -> None:
     ]
     if {"stock", "ours"} <= median.keys():
         ratio = median["stock"] / median["ours"]
-        comments.append(f"ours over stock: {ratio:.2f}, bar {BAR}: {'met' if ratio >= BAR else 'MISSED'}")
+        comments.append(verdict("ours over stock", ratio, BAR))
     updates = {row["case"]: float(row["update"]) for row in rows}
     if {"ours", "ours, prompts not kept"} <= updates.keys():
         ratio = updates["ours, prompts not kept"] / updates["ours"]
-        verdict = "met" if ratio >= UPDATE_BAR else "MISSED"
-        comments.append(f"update from the rollout's capture: {ratio:.2f} times faster, bar {UPDATE_BAR}: {verdict}")
+        comments.append(verdict("update without over with the rollout's capture", ratio, UPDATE_BAR))
     show(rows, comments)
     if not args.no_save:
         write(RESULTS / "trl_step.csv", rows, comments)

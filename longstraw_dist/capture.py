@@ -101,16 +101,8 @@ def checksums(tensors: Iterable[Tensor]) -> list[tuple]:
     """Of each tensor, dtype, shape and the sum of its bits, by which any change of a value shows: an optimizer may not
     count what it changes in place. Reads each once."""
     tensors = [t.detach() for t in tensors]
-    sums = [bits(t) for t in tensors]
-    on: dict[torch.device, list[int]] = {}
-    for i, t in enumerate(sums):
-        on.setdefault(t.device, []).append(i)
-    values = {
-        i: n
-        for places in on.values()
-        for i, n in zip(places, torch.stack([sums[i] for i in places]).tolist(), strict=True)
-    }
-    return [(t.dtype, tuple(t.shape), values[i]) for i, t in enumerate(tensors)]
+    sums = torch.stack([bits(t).to(tensors[0].device) for t in tensors]).tolist()  # one wait, wherever they lie
+    return [(t.dtype, tuple(t.shape), n) for t, n in zip(tensors, sums, strict=True)]
 
 
 def bits(t: Tensor) -> Tensor:

@@ -123,12 +123,12 @@ class LayerOperation(torch.autograd.Function):
                     y, view = forward_segment(ctx, layer, stock, state, chunk, x_prompt, layer.exact, only)
                     state.write(chunk, view)
                     if not layer.last:  # where it is None on every rank: engines run a hook for each output
-                        y_prompt = put(y_prompt, x_prompt, chunk, y)
-                    r_prompt = put(r_prompt, x_prompt, chunk, view.routed)
+                        y_prompt = put(y_prompt, x_prompt, chunk.rows, y)
+                    r_prompt = put(r_prompt, x_prompt, chunk.rows, view.routed)
                 for replay in group.replays:
                     y, view = forward_segment(ctx, layer, stock, state, replay, x_response)
-                    y_response = put(y_response, x_response, replay, y)
-                    r_response = put(r_response, x_response, replay, view.routed)
+                    y_response = put(y_response, x_response, replay.rows, y)
+                    r_response = put(r_response, x_response, replay.rows, view.routed)
                 if layer.call.measure is not None and any(ctx.needs_input_grad):
                     layer.call.measure(layer, stock, group, state, x_response)
                 states.append(state)
@@ -255,20 +255,17 @@ def capture_layer(
 
 def put_captured(into: Tensor | None, like: Tensor, rows: slice, hidden: Tensor | None) -> Tensor | None:
     """What a layer made of a prompt when that was captured."""
-    if hidden is None or hidden.shape[1] == like.shape[1]:  # nothing, or all of it: no copy
-        return into if hidden is None else hidden.detach()
-    if into is None:
-        into = hidden.new_empty(*like.shape[:2], hidden.shape[-1])
-    into[:, rows] = hidden
-    return into
+    if hidden is not None and hidden.shape[1] == like.shape[1]:  # all of it: no copy
+        return hidden.detach()
+    return put(into, like, rows, hidden)
 
 
-def put(into: Tensor | None, like: Tensor, segment: Segment, y: Tensor | None) -> Tensor | None:
+def put(into: Tensor | None, like: Tensor, rows: slice, y: Tensor | None) -> Tensor | None:
     if y is None:
         return into
     if into is None:  # the layer's output dtype is known with its first output
         into = y.new_empty(*like.shape[:2], y.shape[-1])
-    into[:, segment.rows] = y
+    into[:, rows] = y
     return into
 
 

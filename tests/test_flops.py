@@ -56,6 +56,12 @@ def test_last_layer_whole():
     assert ours(SMALL, last_layer_whole=True) - ours(SMALL) == 2 * (whole + attention - 4 * (Q + KV))
 
 
+def test_a_captured_prompt_saves_its_forward():
+    prompt = 4 * LAYER + 8 * PAIR + 4 * (Q + KV)  # the first layer, and the last's K and V
+    for setting in ("exact", "detached"):
+        assert ours(SMALL, setting) - ours(SMALL, setting, captured=True) == prompt
+
+
 def test_kept_graphs_save_one_forward_of_what_backward_runs():
     responses = 2 * (6 * 4 / 4 * LAYER + (6 * 4 + 2 * 4.5) * PAIR)
     prompt = 4 * LAYER + 8 * PAIR + 4 * (Q + KV)  # of the first layer, of the last
