@@ -10,12 +10,13 @@ multiply-add is 2 FLOPs; norms, rotary embeddings, activations and softmax are n
                           backward 2.5 forwards (flash kernels: the scores once more, dV, dP, dQ, dK); with a mask
                           every pair, as torch's kernel for CPUs computes what is masked out, too
     checkpointed          one more forward of every layer
-    ours                  a layer's backward runs its forward once more, and so does the head's
+    ours                  a layer's backward runs its forward once more, and so does the head's; not the replay with
+                          which backward begins, in the last layer
 """
 
 from dataclasses import dataclass, replace
 
-from longstraw_dist.config import exact_layers
+from longstraw_dist.config import LongStrawConfig, exact_layers
 
 ATTENTION_BACKWARD = 2.5
 GEMM_BACKWARD = 2
@@ -101,13 +102,18 @@ def prefix_grouper(s: Shape, checkpointed: bool = False) -> float:
 
 
 def ours(
-    s: Shape, prompt_grad: str = "exact", last_layer_whole: bool = False, kept: bool = False, captured: bool = False
+    s: Shape,
+    prompt_grad: str = "exact",
+    last_layer_whole: bool = False,
+    kept: bool = False,
+    captured: bool = False,
+    replay: int = LongStrawConfig.prompt_chunk_size,
 ) -> float:
     """
     The packed step as the engine runs it. In the last layer the prompt's rows give K and V and stop there; the stock
     layer makes Q before. `last_layer_whole`: they run through the whole layer, as the engine first did. `kept`: an
     `activation_budget` that holds every graph, so that no layer runs forward again. `captured`: the prompt's forward
-    has run in an earlier call.
+    has run in an earlier call. `replay`: the tokens of one.
     """
     again = 0 if kept else 1
     p, r = s.prompt - 1, s.responses * s.response  # rows: the last prompt token opens each response
@@ -118,7 +124,9 @@ def ours(
     runs = 1 + again
     each_response = response * (runs + GEMM_BACKWARD) + response_attention * (runs + ATTENTION_BACKWARD)
     once = prompt + prompt_attention
+    first = s.response * min(s.responses, max(1, replay // s.response))  # rows of the first replay
     total = s.layers * each_response
+    total -= again * (first * s.layer + s.attention(first * p + first * s.response / 2))
     total += max(exact - 1, 0) * (again * once + prompt * GEMM_BACKWARD + prompt_attention * ATTENTION_BACKWARD)
     last = once if last_layer_whole else p * (s.q + s.kv)
     total += again * last + p * s.kv * GEMM_BACKWARD if exact else 0

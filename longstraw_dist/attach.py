@@ -321,8 +321,10 @@ class Attachment:
         progress = Progress(ended=True)
         budget = Budget(config.activation_budget if recording else 0)
         measurement = self.automatic.begin(packed, plan, x_response) if recording else None
+        replays = [replay for group in packed.groups for replay in group.replays]
+        opening = replays[0] if recording and config.offload is None else None  # its graph would stay on the device
         call = Call(
-            packed, plan.config, self.meter, progress, self.place, budget, captures, self._backward, measurement
+            packed, plan.config, self.meter, progress, self.place, budget, opening, captures, self._backward, measurement
         )
         host = Host(config.offload, device) if config.offload and recording else None
         calling = functools.partial(self._call, host)

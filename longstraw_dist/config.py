@@ -23,7 +23,7 @@ class LongStrawConfig:
             Responses of a group that a layer replays at once. By default as many as fit into `prompt_chunk_size`
             tokens, at least one, so that a replay's graph is no larger than a prompt chunk's. `"auto"`, which is the
             default beside `prompt_chunk_size="auto"`: as many as `segment_budget` holds. A response is never cut.
-        head_chunk_size (`int`, *optional*, defaults to `128`):
+        head_chunk_size (`int`, *optional*, defaults to `512`):
             Tokens that the norm and the LM head run at once: no `[tokens, vocabulary]` tensor is larger than this.
         offload (`str`, *optional*):
             What lies in host memory (pinned when the model is on an accelerator) from a layer's forward until its
@@ -43,7 +43,7 @@ class LongStrawConfig:
     prompt_grad: str = "exact"
     prompt_chunk_size: int | str = 1024
     responses_per_replay: int | str | None = None
-    head_chunk_size: int = 128
+    head_chunk_size: int = 512
     offload: str | None = None
     activation_budget: int = 0
     segment_budget: int | None = None

@@ -34,13 +34,12 @@ class Budget:
     def __init__(self, nbytes: int):
         self.left = nbytes
 
-    def take(self, graph: Graph, saved: dict[int, int], kept_anyway: list) -> bool:
-        """Whether the graph may be kept. The first one that does not fit ends it: a call's segments are alike."""
-        graph.nbytes = count(graph, saved, kept_anyway)
-        if graph.nbytes > self.left:
+    def take(self, nbytes: int) -> bool:
+        """Whether a graph may be kept. The first one that does not fit ends it: a call's segments are alike."""
+        if nbytes > self.left:
             self.left = 0
             return False
-        self.left -= graph.nbytes
+        self.left -= nbytes
         return True
 
 

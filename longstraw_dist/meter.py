@@ -23,7 +23,8 @@ class Meter:
         prompt_tokens_reused (`int`): prompt tokens that did not run, because an earlier call had captured them.
         prompt_tokens_saved (`int`): prompt tokens that a run response by response would have run again.
         kept_bytes (`dict[str, int]`): largest number of bytes that one call kept for backward, by kind: `"hidden"`
-            (hidden states), `"state"` (the prompt's state) and `"graphs"` (`activation_budget`).
+            (hidden states), `"state"` (the prompt's state), `"graphs"` (`activation_budget`) and `"last_layer"` (the
+            graph with which backward begins).
     """
 
     prompt_tokens_captured: int = 0

@@ -4,9 +4,10 @@
     forward   x: [ p0 | p1 | p2 ] ------------> [ r1 ] [ r2 ] ... [ rG ] -> y       x, and the prompt's state
                      \\____ state ____/  read by every response
 
-    backward  g: for each replay: recompute with graph, torch.autograd.grad -> g_x, dState += , dW +=
+    backward  g: for each replay: recompute with graph (*), torch.autograd.grad -> g_x, dState += , dW +=
                  for each prompt chunk, last to first: recompute, fed g_y and dState -> g_x, dState of what came before
                  return g_x and ONE gradient per parameter
+              (*) not the last layer's first replay: only the head runs between its forward and its backward
 
 Seen from outside, the model is a chain of layers that runs forward once and backward once: an engine that gathers
 parameters per layer gathers them twice, whatever the number of responses, chunks and groups, and reduces one gradient.
@@ -32,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from .attention import Mask, prefix_attention
 from .capture import Capture, CapturedLayer
 from .failures import Place
-from .graphs import Budget, Graph, saved_once
+from .graphs import Budget, Graph, count, saved_once
 from .groups import Packed, PackedGroup, Segment
 from .indexer import blocks_of_queries
 from .kernels import served_mixers
@@ -61,6 +62,7 @@ class Call:
     progress: Progress
     place: Place  # where it is, for whoever catches an exception
     budget: Budget
+    opening: Segment | None  # backward begins with it: its graph in the last layer is kept without a budget
     captures: list[Capture | None]  # to be made, of each packed group
     guard: Callable[[str], AbstractContextManager]  # around the backward of the operation with this name
     measure: Callable[..., None] | None = None  # a layer's graphs, where sizes are to be found: sizes.py
@@ -95,7 +97,8 @@ class LayerOperation(torch.autograd.Function):
 
     `stock` is the layer's own forward at the time of the call. Costs: each row runs once in forward; in backward each
     response row runs once more forward and once backward, and each prompt row too where the prompt's gradient is
-    exact. Kept for backward: `x_response`, the prompt's state, and `x_prompt` where the prompt's gradient is exact.
+    exact. Kept for backward: `x_response`, the prompt's state, and `x_prompt` where the prompt's gradient is exact;
+    and the graphs of segments, within `activation_budget`, which are not run again.
     """
 
     @staticmethod
@@ -271,12 +274,14 @@ def put(into: Tensor | None, like: Tensor, rows: slice, y: Tensor | None) -> Ten
 
 class Gradients:
     """Sums the parameters' gradients over segments, in float32 and in the order of the calls; frozen ones cost
-    nothing. One gradient a parameter leaves it, rounded once."""
+    nothing. One gradient a parameter leaves it, rounded once. The first is not copied: it may share its memory with
+    another, so the second is added beside it, and only those that follow in place."""
 
     def __init__(self, parameters: Iterator[nn.Parameter]):
         self.parameters = list(parameters)
         self.trainable = [p for p in self.parameters if p.requires_grad]
         self.partial: list[Tensor | None] = [None] * len(self.trainable)
+        self.own = [False] * len(self.trainable)  # whether the sum is in memory of its own
         self.closed = False  # whether what takes part is known to be these
 
     def vjp(self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -291,14 +296,25 @@ class Gradients:
             if g is None:
                 continue
             partial = self.partial[i]
-            if partial is None:  # a copy: the gradient may share its storage with another
-                self.partial[i] = g.to(torch.promote_types(g.dtype, torch.float32), copy=True)
-            else:
+            if partial is None:
+                self.partial[i] = g.to(torch.promote_types(g.dtype, torch.float32))
+                self.own[i] = self.partial[i] is not g
+            elif self.own[i]:
                 partial.add_(g)
+            else:
+                self.partial[i], self.own[i] = partial + g, True
         return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, grads, strict=False)]
 
     def sums(self) -> list[Tensor | None]:
         """One gradient for each parameter, in the parameter's dtype; `None` for frozen ones."""
+        seen: set[int] = set()
+        for i, total in enumerate(self.partial):
+            if total is None or self.own[i]:
+                continue
+            storage = total.untyped_storage()
+            if storage.nbytes() > total.nbytes or storage.data_ptr() in seen:
+                self.partial[i] = total.clone()
+            seen.add(storage.data_ptr())
         sums = iter(self.partial)
         return [self._round(p, next(sums)) if p.requires_grad else None for p in self.parameters]
 
@@ -310,17 +326,19 @@ class Gradients:
 
 
 def forward_segment(ctx, layer, stock, state, segment, x, keep: bool = True, capture_only: bool = False):
-    """Runs one segment. Its graph is kept if backward will want it (`keep`) and the call's budget allows. Returns its
-    output and its view."""
+    """Runs one segment. Its graph is kept if backward will want it (`keep`), and the call's budget allows or backward
+    begins with it. Returns its output and its view."""
     budget = layer.call.budget
-    if not (budget.left and keep and any(ctx.needs_input_grad)):
+    at_once = layer.last and segment is layer.call.opening
+    if not ((budget.left or at_once) and keep and any(ctx.needs_input_grad)):
         view = state.open(segment, capture_only=capture_only)
         return run(layer, stock, segment, x[:, segment.rows], view), view
     with saved_once(layer.module) as saved:
         graph = with_graph(layer, stock, state, segment, x, capture_only)
-    if budget.take(graph, saved, kept_anyway=tree_leaves(segment.calls[layer.index])):
+    graph.nbytes = count(graph, saved, kept_anyway=tree_leaves(segment.calls[layer.index]))
+    if at_once or budget.take(graph.nbytes):
         ctx.graphs[id(segment)] = graph
-        layer.call.meter.keeps("graphs", [graph])
+        layer.call.meter.keeps("last_layer" if at_once else "graphs", [graph])
     return graph.y, graph.view
 
 

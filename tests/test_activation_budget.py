@@ -74,6 +74,25 @@ def test_backward_runs_what_was_not_kept(mode):
     assert runs[0] > runs[1] > runs[2] > runs[3] == 0
 
 
+@pytest.mark.parametrize("mode", ["exact", "detached"])
+@pytest.mark.parametrize("offload", [None, "all"])
+def test_the_first_backward_of_the_last_layer_runs_no_forward(mode, offload):
+    """Of five segments a layer, in the last one the first replay's is kept without a budget: unless all is to lie in
+    host memory."""
+    model = attach(tiny("llama"), LongStrawConfig(mode, prompt_chunk_size=8, responses_per_replay=1, offload=offload))
+    segments = 5 if mode == "exact" else 2
+    calls = {i: 0 for i in range(len(model.model.layers))}
+    out = model(prompt_groups=ragged(shapes=((23, (4, 5)),)))
+    for i, layer in enumerate(model.model.layers):
+
+        def count(*_, i=i):
+            calls[i] += 1
+
+        layer.input_layernorm.register_forward_hook(count)
+    weigh(out.logps, out.entropies).backward()
+    assert list(calls.values()) == [segments, segments, segments - (offload is None)]
+
+
 @pytest.mark.parametrize("budget", [0, 60_000, 150_000, ALL])
 def test_bytes(budget):
     """Between forward and backward the graphs are all that is added, and they are counted to the byte."""

@@ -45,10 +45,14 @@ def test_shared_prompt(peer, pairs):
     ],
 )
 def test_ours(prompt_grad, first, last):
-    responses = 6 * 4 * LAYER + 4.5 * (6 * 4 + 2 * 4.5) * PAIR  # each of 6 rows reads 4 prompt tokens, and its own
+    forward = 6 * LAYER + (6 * 4 + 2 * 4.5) * PAIR  # each of 6 rows reads 4 prompt tokens, and its own
+    backward = 2 * 6 * LAYER + 2.5 * (6 * 4 + 2 * 4.5) * PAIR
     prompt_first = first * (4 * LAYER + 8 * PAIR) + (first == 2) * (2 * 4 * LAYER + 2.5 * 8 * PAIR)
     prompt_last = 4 * (Q + KV) + last * (4 * (Q + KV) + 2 * 4 * KV)
-    assert ours(SMALL, prompt_grad) == 2 * responses + prompt_first + prompt_last + 6 * 4 * HEAD
+    responses = 3 * forward + 2 * backward  # both layers forward, the first one once more
+    assert ours(SMALL, prompt_grad) == responses + prompt_first + prompt_last + 6 * 4 * HEAD
+    second = 3 * LAYER + (3 * 4 + 4.5) * PAIR  # which is not in the first replay
+    assert ours(SMALL, prompt_grad, replay=5) - ours(SMALL, prompt_grad) == second
 
 
 def test_last_layer_whole():
@@ -63,7 +67,7 @@ def test_a_captured_prompt_saves_its_forward():
 
 
 def test_kept_graphs_save_one_forward_of_what_backward_runs():
-    responses = 2 * (6 * 4 / 4 * LAYER + (6 * 4 + 2 * 4.5) * PAIR)
+    responses = 6 * LAYER + (6 * 4 + 2 * 4.5) * PAIR  # of the first layer: the last one's are kept anyway
     prompt = 4 * LAYER + 8 * PAIR + 4 * (Q + KV)  # of the first layer, of the last
     assert ours(SMALL) - ours(SMALL, kept=True) == responses + prompt
     assert ours(SMALL, "detached") - ours(SMALL, "detached", kept=True) == responses

@@ -179,7 +179,7 @@ def test_no_work_below_the_first_trained_layer(trained, expected):
     attach(model)
     runs = [0] * 3
     for i, layer in enumerate(model.model.layers):
-        layer.mlp.register_forward_hook(lambda *_, i=i: runs.__setitem__(i, runs[i] + 1))
+        layer.input_layernorm.register_forward_hook(lambda *_, i=i: runs.__setitem__(i, runs[i] + 1))
     out = model(prompt_groups=ragged(shapes=((9, (2, 3)),)))
     forward = list(runs)
     kept = attachment_of(model).meter.kept_bytes

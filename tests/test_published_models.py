@@ -52,7 +52,7 @@ def test_bytes_of_prompt_state(name):
     plan.describe(segment, torch.empty(0, dtype=torch.bfloat16, device="meta"))
     empty = torch.empty(0, dtype=torch.int64)
     packed = Packed([], empty, empty, empty, [], 0)
-    call = Call(packed, plan.config, Meter(), Progress(), Place(), Budget(0), [None], lambda _: None)
+    call = Call(packed, plan.config, Meter(), Progress(), Place(), Budget(0), None, [None], lambda _: None)
     growing, carried = Counter(), Counter()
     for i, module in enumerate(plan.layers):
         layer = Layer(call, module, i, True, i == 0, False, plan.traits[i])
