@@ -107,7 +107,7 @@ def ours(
     last_layer_whole: bool = False,
     kept: bool = False,
     captured: bool = False,
-    replay: int = LongStrawConfig.prompt_chunk_size,
+    replay: int = int(LongStrawConfig.prompt_chunk_size),
 ) -> float:
     """
     The packed step as the engine runs it. In the last layer the prompt's rows give K and V and stop there; the stock

@@ -320,11 +320,11 @@ class Attachment:
                 plan.describe(segment, x_response)
         progress = Progress(ended=True)
         budget = Budget(config.activation_budget if recording else 0)
-        measurement = self.automatic.begin(packed, plan, x_response) if recording else None
+        measuring = self.automatic.begin(packed, plan, x_response) if recording else None
         replays = [replay for group in packed.groups for replay in group.replays]
         opening = replays[0] if recording and config.offload is None else None  # its graph would stay on the device
         call = Call(
-            packed, plan.config, self.meter, progress, self.place, budget, opening, captures, self._backward, measurement
+            packed, plan.config, self.meter, progress, self.place, budget, opening, captures, self._backward, measuring
         )
         host = Host(config.offload, device) if config.offload and recording else None
         calling = functools.partial(self._call, host)
@@ -346,9 +346,9 @@ class Attachment:
             x_prompt, x_response, *logits = calling(i, module, LayerOperation, (layer,), (x_prompt, x_response))
             if layer.routed:
                 routed.append(torch.cat(logits, 1)[0])
-        if measurement is not None:
-            self.automatic.take(measurement)
-            call.measure = measurement = None
+        if measuring is not None:
+            self.automatic.take(measuring)
+            call.measure = measuring = None
         if plan.embedded:
             x_response = x_response.chunk(2, -1)[0]
         if packed.scored is not None:

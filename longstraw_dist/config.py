@@ -16,7 +16,7 @@ class LongStrawConfig:
             `"detached"`: the prompt's state is a constant in every layer (LongStraw, arXiv 2607.14952, section 3): no
             backward for the prompt, its hidden states are not kept, and the gradient is biased. `"last:N"`: exact in
             the last N layers, detached below.
-        prompt_chunk_size (`int` or `"auto"`, *optional*, defaults to `1024`):
+        prompt_chunk_size (`int` or `"auto"`, *optional*, defaults to `2048`):
             Prompt tokens a layer runs at once. In backward, one layer's graph of one chunk is alive at a time.
             `"auto"`: as many as `segment_budget` holds.
         responses_per_replay (`int` or `"auto"`, *optional*):
@@ -41,7 +41,7 @@ class LongStrawConfig:
     """
 
     prompt_grad: str = "exact"
-    prompt_chunk_size: int | str = 1024
+    prompt_chunk_size: int | str = 2048
     responses_per_replay: int | str | None = None
     head_chunk_size: int = 512
     offload: str | None = None

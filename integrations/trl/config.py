@@ -15,7 +15,7 @@ class LongStrawGRPOConfig(GRPOConfig):
     Args:
         prompt_grad (`str`, *optional*, defaults to `"exact"`):
             How far the gradient reaches into the prompt: `"exact"`, `"detached"` (biased) or `"last:N"`.
-        prompt_chunk_size (`int` or `"auto"`, *optional*, defaults to `1024`):
+        prompt_chunk_size (`int` or `"auto"`, *optional*, defaults to `2048`):
             Prompt tokens that a layer runs at once; `"auto"`: as many as `segment_budget` holds.
         responses_per_replay (`int` or `"auto"`, *optional*):
             Responses of a group that a layer replays at once; by default as many as `prompt_chunk_size` tokens hold,
@@ -49,7 +49,7 @@ class LongStrawGRPOConfig(GRPOConfig):
     )
     # not `int | str`, of which transformers' parser would read numbers alone
     prompt_chunk_size: int | str | None = field(
-        default=1024, metadata={"help": 'Prompt tokens that a layer runs at once, or "auto": by `segment_budget`.'}
+        default=2048, metadata={"help": 'Prompt tokens that a layer runs at once, or "auto": by `segment_budget`.'}
     )
     responses_per_replay: int | str | None = field(
         default=None,
