@@ -353,7 +353,7 @@ class Attachment:
             x_response = x_response.chunk(2, -1)[0]
         if packed.scored is not None:
             x_response = x_response[:, packed.scored]
-        rows = functools.partial(Rows, call, config.head_chunk_size)
+        rows = functools.partial(Rows, call, config.head_chunk_size or max(1, x_response.shape[-1] // 2))
         self.place.at("the norm")
         behind = len(plan.layers)
         x_response = calling(behind, plan.norm, NormOperation, (rows("the norm", plan.norm),), (x_response,))

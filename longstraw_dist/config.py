@@ -23,8 +23,9 @@ class LongStrawConfig:
             Responses of a group that a layer replays at once. By default as many as fit into `prompt_chunk_size`
             tokens, at least one, so that a replay's graph is no larger than a prompt chunk's. `"auto"`, which is the
             default beside `prompt_chunk_size="auto"`: as many as `segment_budget` holds. A response is never cut.
-        head_chunk_size (`int`, *optional*, defaults to `512`):
-            Tokens that the norm and the LM head run at once: no `[tokens, vocabulary]` tensor is larger than this.
+        head_chunk_size (`int`, *optional*):
+            Tokens that the norm and the LM head run at once: no `[tokens, vocabulary]` tensor is larger than this. By
+            default half the hidden size: their logits are then half as large as the head's weight.
         offload (`str`, *optional*):
             What lies in host memory (pinned when the model is on an accelerator) from a layer's forward until its
             backward: `"hidden"`, the packed hidden states; `"state"`, the prompts' state; `"all"`, both. They come
@@ -43,7 +44,7 @@ class LongStrawConfig:
     prompt_grad: str = "exact"
     prompt_chunk_size: int | str = 2048
     responses_per_replay: int | str | None = None
-    head_chunk_size: int = 512
+    head_chunk_size: int | None = None
     offload: str | None = None
     activation_budget: int = 0
     segment_budget: int | None = None
@@ -52,7 +53,7 @@ class LongStrawConfig:
         exact_layers(self.prompt_grad, 1)
         for name in ("prompt_chunk_size", "responses_per_replay", "head_chunk_size"):
             value = getattr(self, name)
-            if name == "responses_per_replay" and value is None:
+            if name != "prompt_chunk_size" and value is None:
                 continue
             if name != "head_chunk_size" and value == "auto":
                 if self.segment_budget is None:

@@ -62,7 +62,10 @@ def ways_out_of_memory(
     """The knobs that make what ran there smaller, or make room for it; and what always helps."""
     ways = []
     if isinstance(part, slice):
-        if part.stop - part.start > 1:
+        size = part.stop - part.start
+        if size > 1 and config.head_chunk_size is None:
+            ways.append(f"set head_chunk_size below {size}")
+        elif size > 1:
             ways.append(f"lower head_chunk_size={config.head_chunk_size}")
     elif part is not None and part.is_chunk:
         if part.tokens > 1:

@@ -274,14 +274,12 @@ def put(into: Tensor | None, like: Tensor, rows: slice, y: Tensor | None) -> Ten
 
 class Gradients:
     """Sums the parameters' gradients over segments, in float32 and in the order of the calls; frozen ones cost
-    nothing. One gradient a parameter leaves it, rounded once. The first is not copied: it may share its memory with
-    another, so the second is added beside it, and only those that follow in place."""
+    nothing. One gradient a parameter leaves it, rounded once."""
 
     def __init__(self, parameters: Iterator[nn.Parameter]):
         self.parameters = list(parameters)
         self.trainable = [p for p in self.parameters if p.requires_grad]
         self.partial: list[Tensor | None] = [None] * len(self.trainable)
-        self.own = [False] * len(self.trainable)  # whether the sum is in memory of its own
         self.closed = False  # whether what takes part is known to be these
 
     def vjp(self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -296,25 +294,14 @@ class Gradients:
             if g is None:
                 continue
             partial = self.partial[i]
-            if partial is None:
-                self.partial[i] = g.to(torch.promote_types(g.dtype, torch.float32))
-                self.own[i] = self.partial[i] is not g
-            elif self.own[i]:
-                partial.add_(g)
+            if partial is None:  # a copy: the gradient may share its storage with another
+                self.partial[i] = g.to(torch.promote_types(g.dtype, torch.float32), copy=True)
             else:
-                self.partial[i], self.own[i] = partial + g, True
+                partial.add_(g)
         return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, grads, strict=False)]
 
     def sums(self) -> list[Tensor | None]:
         """One gradient for each parameter, in the parameter's dtype; `None` for frozen ones."""
-        seen: set[int] = set()
-        for i, total in enumerate(self.partial):
-            if total is None or self.own[i]:
-                continue
-            storage = total.untyped_storage()
-            if storage.nbytes() > total.nbytes or storage.data_ptr() in seen:
-                self.partial[i] = total.clone()
-            seen.add(storage.data_ptr())
         sums = iter(self.partial)
         return [self._round(p, next(sums)) if p.requires_grad else None for p in self.parameters]
 

@@ -112,6 +112,7 @@ KNOBS = [  # (segment, config, device, the ways out)
     (WHOLE, {}, CUDA, [OFFLOAD, FEWER]),
     (WHOLE, {"activation_budget": 9}, CPU, ["lower activation_budget=9", FEWER]),
     (slice(0, 4), {}, CPU, ["lower head_chunk_size=4", FEWER]),
+    (slice(0, 4), {"head_chunk_size": None}, CPU, ["set head_chunk_size below 4", FEWER]),
     (slice(12, 13), {}, CPU, [FEWER]),
 ]
 

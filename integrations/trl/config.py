@@ -22,8 +22,8 @@ class LongStrawGRPOConfig(GRPOConfig):
             `"auto"`: as many as `segment_budget` holds.
         segment_budget (`int`, *optional*):
             Bytes that one layer's graph of a prompt chunk, or of a replay, may hold, for `"auto"`.
-        head_chunk_size (`int`, *optional*, defaults to `512`):
-            Tokens that the norm and the LM head run at once.
+        head_chunk_size (`int`, *optional*):
+            Tokens that the norm and the LM head run at once; by default half the hidden size.
         offload (`str`, *optional*):
             What each layer keeps in host memory until its backward: `"hidden"`, the packed hidden states; `"state"`,
             the prompts' state; `"all"`, both.
@@ -61,7 +61,10 @@ class LongStrawGRPOConfig(GRPOConfig):
     segment_budget: int | None = field(
         default=None, metadata={"help": "Bytes that the graph of a prompt chunk, or of a replay, may hold."}
     )
-    head_chunk_size: int = field(default=512, metadata={"help": "Tokens that the norm and the LM head run at once."})
+    head_chunk_size: int | None = field(
+        default=None,
+        metadata={"help": "Tokens that the norm and the LM head run at once; by default half the hidden size."},
+    )
     offload: str | None = field(
         default=None,
         metadata={"help": 'What each layer keeps in host memory: "hidden" states, prompt "state", "all".'},
