@@ -42,11 +42,11 @@ def attach(model: Any, config: LongStrawConfig | None = None) -> Any:
     Call it before accelerate, DeepSpeed, `fully_shard` or DDP wraps the model; wrap, train, generate and save as ever
     afterwards. A call without `prompt_groups` is the model's own forward.
 
-    Such a call costs one forward of every prompt and response token; its backward one more forward and one backward of
-    each (of the response tokens alone where the prompt is detached). With ZeRO-3 and FSDP2 a layer is gathered once in
-    forward and once in backward, and its gradient reduce-scattered once. One small all-reduce a call lets all ranks
-    raise what one rank finds wrong, so every rank of the default process group must make the call. One call with a
-    graph a backward: put all groups of a micro-batch into it.
+    Such a call costs one forward of every prompt and response token; its backward at most one more forward and one
+    backward of each (of the response tokens alone where the prompt is detached). With ZeRO-3 and FSDP2 a layer is
+    gathered once in forward and once in backward, and its gradient reduce-scattered once. One small all-reduce a call
+    lets all ranks raise what one rank finds wrong, so every rank of the default process group must make the call. One
+    call with a graph a backward: put all groups of a micro-batch into it.
 
     With `capture=True` its output has `captures`, one for each group, also of one without responses. A group that is
     given its capture costs no forward of the prompt; its backward is the same.
@@ -321,8 +321,10 @@ class Attachment:
         progress = Progress(ended=True)
         budget = Budget(config.activation_budget if recording else 0)
         measuring = self.automatic.begin(packed, plan, x_response) if recording else None
+        # its graph would stay on the device where all else is offloaded, and under autocast hold casts of weights
+        cheap = config.offload is None and not torch.is_autocast_enabled(device.type)
         replays = [replay for group in packed.groups for replay in group.replays]
-        opening = replays[0] if recording and config.offload is None else None  # its graph would stay on the device
+        opening = replays[0] if recording and cheap else None
         call = Call(
             packed, plan.config, self.meter, progress, self.place, budget, opening, captures, self._backward, measuring
         )

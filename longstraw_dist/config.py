@@ -32,7 +32,9 @@ class LongStrawConfig:
             back for it, on CUDA one layer ahead. `None` keeps both on the model's device.
         activation_budget (`int`, *optional*, defaults to `0`):
             Bytes of graphs that one call may keep from forward to backward, instead of running their layers forward
-            once more. Spent from the first layer on; the result is the same to the bit.
+            once more. Spent from the first layer on; the result is the same to the bit. Not counted in it: the graph
+            of the last layer's first replay, with which backward begins, is kept unless `offload` is set or autocast
+            is on.
         segment_budget (`int`, *optional*):
             Bytes that one layer's graph of one prompt chunk, or of one replay of several responses, may hold in
             backward. For `"auto"`: the first call with a backward measures, and runs small segments (sizes.py).
@@ -73,7 +75,7 @@ class LongStrawConfig:
             )
         if type(self.activation_budget) is not int or self.activation_budget < 0:
             raise ValueError(
-                f"activation_budget={self.activation_budget!r} is not a number of bytes: 0 keeps no graph."
+                f"activation_budget={self.activation_budget!r} is not a number of bytes: 0 buys no graph."
             )
         if self.offload not in (None, *KINDS):
             raise ValueError(f"offload={self.offload!r} is unknown: choose one of {', '.join(KINDS)}, or None.")

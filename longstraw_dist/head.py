@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from .replay import Autocast, Call, Gradients, Progress, refuse_changed, versions
 
-BLOCK = 2**18  # logits
+BLOCKS = {"cpu": 2**18, "cuda": 2**25}  # logits: of a core's cache; of what keeps a GPU busy
 
 
 @dataclass
@@ -147,9 +147,9 @@ class HeadOperation(torch.autograd.Function):
 
 
 def blocks(logits: Tensor) -> Iterator[slice]:
-    """Rows of a chunk that are worked on at a time: on a CPU as many as a core's cache holds."""
+    """Rows of a chunk that are worked on at a time, in float32."""
     rows, vocabulary = logits.shape
-    size = max(1, BLOCK // vocabulary) if logits.device.type == "cpu" else rows
+    size = max(1, BLOCKS.get(logits.device.type, rows * vocabulary) // vocabulary)
     return (slice(begin, begin + size) for begin in range(0, rows, size))
 
 

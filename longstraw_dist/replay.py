@@ -96,8 +96,8 @@ class LayerOperation(torch.autograd.Function):
         -> (y_prompt_1NH | None, y_response_1MH, router_prompt_1NE | None, router_response_1ME | None)`
 
     `stock` is the layer's own forward at the time of the call. Costs: each row runs once in forward; in backward each
-    response row runs once more forward and once backward, and each prompt row too where the prompt's gradient is
-    exact. Kept for backward: `x_response`, the prompt's state, and `x_prompt` where the prompt's gradient is exact;
+    response row runs at most once more forward and once backward, and each prompt row too where the prompt's gradient
+    is exact. Kept for backward: `x_response`, the prompt's state, and `x_prompt` where the prompt's gradient is exact;
     and the graphs of segments, within `activation_budget`, which are not run again.
     """
 
@@ -322,7 +322,7 @@ def forward_segment(ctx, layer, stock, state, segment, x, keep: bool = True, cap
         return run(layer, stock, segment, x[:, segment.rows], view), view
     with saved_once(layer.module) as saved:
         graph = with_graph(layer, stock, state, segment, x, capture_only)
-    graph.nbytes = count(graph, saved, kept_anyway=tree_leaves(segment.calls[layer.index]))
+    graph.nbytes = count(graph, saved, kept_anyway=[*state.grown, *tree_leaves(segment.calls[layer.index])])
     if at_once or budget.take(graph.nbytes):
         ctx.graphs[id(segment)] = graph
         layer.call.meter.keeps("last_layer" if at_once else "graphs", [graph])
@@ -381,14 +381,19 @@ def refuse_outsiders(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None
         nodes += [n for n, _ in node.next_functions if n is not None]
 
 
-def versions(module: nn.Module) -> list[int]:
-    """How often each parameter was changed in place, as autograd counts."""
-    return [p._version for p in module.parameters()]
+def versions(module: nn.Module) -> list[tuple[int, bool]]:
+    """Of each parameter, how often it was changed in place, as autograd counts, and whether it is trained."""
+    return [(p._version, p.requires_grad) for p in module.parameters()]
 
 
-def refuse_changed(name: str, module: nn.Module, before: list[int]) -> None:
+def refuse_changed(name: str, module: nn.Module, before: list[tuple[int, bool]]) -> None:
     """Raises as autograd itself does in a stock backward: the recompute would run with other weights than forward."""
-    for (parameter, p), version in zip(module.named_parameters(), before, strict=True):
+    for (parameter, p), (version, trained) in zip(module.named_parameters(), before, strict=True):
+        if p.requires_grad != trained:
+            raise RuntimeError(
+                f"requires_grad of {parameter or 'a parameter'} of {name} changed between forward and backward, from "
+                f"{trained} to {p.requires_grad}: set it before the forward."
+            )
         if p._version != version:
             raise RuntimeError(
                 f"{parameter or 'a parameter'} of {name} was modified in place between forward and backward (it is at "

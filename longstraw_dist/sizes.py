@@ -126,7 +126,7 @@ class Measurement:
         for sample in self.samples:
             with saved_once(layer.module) as saved:
                 graph = with_graph(layer, stock, state, sample, x, capture_only=False)
-            nbytes = count(graph, saved, kept_anyway=tree_leaves(sample.calls[layer.index]))
+            nbytes = count(graph, saved, [*graph.view.past.values(), *tree_leaves(sample.calls[layer.index])])
             del graph
             tokens = len(sample.lengths) * sample.longest if layer.traits.stacked else sample.tokens
             points.append((tokens, nbytes))

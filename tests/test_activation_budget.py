@@ -142,3 +142,49 @@ def test_weights_are_not_kept_alive():
 def test_bad_values(value):
     with pytest.raises(ValueError, match="activation_budget"):
         LongStrawConfig(activation_budget=value)
+
+
+@pytest.mark.parametrize("budget", [0, ALL])
+def test_an_activation_changed_in_place_is_refused_as_by_autograd(budget):
+    model = attach(tiny("llama"), LongStrawConfig(activation_budget=budget))
+    model.model.layers[-1].mlp.act_fn = torch.nn.Sigmoid()  # saves its output
+    model.model.layers[-1].mlp.act_fn.register_forward_hook(lambda module, args, output: output.mul_(2))
+    out = model(prompt_groups=ragged(shapes=((9, (3, 4)),)))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        weigh(out.logps, out.entropies).backward()
+
+
+@pytest.mark.parametrize("budget", [0, ALL])
+def test_a_weight_laid_out_anew_is_refused(budget):
+    model = attach(tiny("llama"), LongStrawConfig(activation_budget=budget))
+    out = model(prompt_groups=ragged(shapes=((9, (3, 4)),)))
+    weight = model.model.layers[-1].mlp.up_proj.weight
+    weight.data = weight.data.t().contiguous().t()
+    with pytest.raises(RuntimeError, match="changed its strides between forward and backward"):
+        weigh(out.logps, out.entropies).backward()
+
+
+def test_a_layer_frozen_before_backward_is_refused():
+    model = attach(tiny("llama"))
+    out = model(prompt_groups=ragged())
+    model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"requires_grad of mlp\.up_proj\.weight of layer 0 changed"):
+        weigh(out.logps, out.entropies).backward()
+
+
+def test_under_autocast_no_cast_weights_are_kept():
+    model = attach(tiny("llama"))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(prompt_groups=ragged())
+    assert "last_layer" not in attachment_of(model).meter.kept_bytes
+
+
+def test_bytes_of_windows():
+    """A segment's past is a copy there, which the graph alone holds."""
+    model, groups = tiny("mistral"), ragged(shapes=((23, (5, 5)),))
+    attach(model, LongStrawConfig(prompt_chunk_size=8, activation_budget=ALL))
+    with no_collector(), LiveStorages(ignored=inputs(model, groups)) as live:
+        out = model(prompt_groups=groups)
+        kept = sum(attachment_of(model).meter.kept_bytes.values())
+        assert 0 <= live.live["device"] - kept <= NUMBERS
+        del out

@@ -44,9 +44,9 @@ class LongStrawGRPOTrainer(GRPOTrainer):
     [`~trl.GRPOTrainer`] that runs each group's prompt once. The objective is the parent's; with `prompt_grad="exact"`
     so is the gradient.
 
-    Costs a micro-batch: one forward of each distinct prompt and each completion, one more of each in backward, and one
-    backward; with ZeRO-3 and FSDP2 two gathers and one reduce-scatter a layer. A group is shared as far as its rows
-    lie in one micro-batch on one rank: choose `per_device_train_batch_size` as a multiple of `num_generations`.
+    Costs a micro-batch: one forward of each distinct prompt and each completion, at most one more of each in backward,
+    and one backward; with ZeRO-3 and FSDP2 two gathers and one reduce-scatter a layer. A group is shared as far as its
+    rows lie in one micro-batch on one rank: choose `per_device_train_batch_size` as a multiple of `num_generations`.
 
     Args:
         model, reward_funcs, args, ...: as for [`~trl.GRPOTrainer`], with `args` a [`LongStrawGRPOConfig`].
@@ -331,7 +331,9 @@ class LongStrawGRPOTrainer(GRPOTrainer):
         update = self.phases.collectives["forward"] + self.phases.collectives["backward"]
         metrics: dict[str, float] = {f"{kind}s": update[kind] for kind in COUNTED}
         metrics |= {f"seconds/{phase}": seconds[phase] for phase in ("rollout", "score", "forward", "backward")}
-        metrics |= {f"{kind}_bytes": meter.kept_bytes.get(kind, 0) for kind in ("hidden", "state", "graphs")}
+        metrics |= {
+            f"{kind}_bytes": meter.kept_bytes.get(kind, 0) for kind in ("hidden", "state", "graphs", "last_layer")
+        }
         metrics["prompt_tokens_captured"] = meter.prompt_tokens_captured
         metrics["prompt_tokens_saved"] = meter.prompt_tokens_saved
         metrics["prompt_tokens_reused"] = meter.prompt_tokens_reused

@@ -48,6 +48,11 @@ class PromptState:
             return Carry()
         return Grow(self.tokens, ALONG[name]) if window is None else Window(window - 1, ALONG[name])
 
+    @property
+    def grown(self) -> list[Tensor]:
+        """The buffers of what only grows: kept for backward anyway, and what a segment reads of them is no copy."""
+        return [p.buffer for p in self.pages.values() if isinstance(p, Grow) and p.buffer is not None]
+
     def missing(self, chunk: Segment, chunks: list[Segment]) -> list[Segment]:
         """The chunks to run again, in order, for the state before `chunk` to be there."""
         carried = [pages for pages in self.pages.values() if isinstance(pages, Carry)]
