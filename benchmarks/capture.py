@@ -7,7 +7,6 @@ all. Making the capture is the rollout's, and is not timed. Gradients must be th
 thread. Bar: exact, at least 1.2 times faster. Its limit in counted FLOPs is below.
 """
 
-import argparse
 import dataclasses
 from pathlib import Path
 
@@ -20,18 +19,17 @@ from .conditions import RESULTS, conditions, show, verdict, write
 from .flops import Shape, ours
 from .real_model import load
 from .real_step import text_group
-from .timing import interleaved
+from .timing import interleaved, judged, options
 
 BAR = 1.2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = options(__doc__, prompt=1000, responses=8, tokens=32, passes=5)
     parser.add_argument("--model", type=Path, default=Path("quickstart/SmolLM2-135M-Instruct"))
-    for name, default in {"prompt": 1000, "responses": 8, "tokens": 32, "passes": 5}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.set_defaults(threads=1)
     args = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
     group = text_group(args.model, args.prompt, args.responses, args.tokens, 0)
     rows, comments = [], []
     for setting in ("exact", "detached"):
@@ -48,7 +46,7 @@ def main() -> None:
                 reference.update(grads)
             assert all(torch.equal(g, reference[n]) for n, g in grads.items()), name
 
-        seconds = {name: times.cpu for name, times in interleaved(cases, args.passes, check).items()}
+        seconds = {name: times.judged for name, times in interleaved(cases, args.passes, check).items()}
         shape = Shape.of(model.config, args.prompt, args.tokens, args.responses)
         ratio = seconds["without"] / seconds["captured"]
         limit = ours(shape, setting) / ours(shape, setting, captured=True)
@@ -58,7 +56,7 @@ def main() -> None:
         comments.append(verdict(what, ratio, BAR) if setting == "exact" else f"{what}: {ratio:.4g}")
     comments = [
         f"{args.model.name}, float32; prompt of {args.prompt} tokens, {args.responses} responses of {args.tokens}; "
-        f"CPU seconds of a forward and backward, medians of {args.passes} interleaved passes",
+        f"{judged()} of a forward and backward, medians of {args.passes} interleaved passes",
         conditions(),
         *comments,
     ]

@@ -45,7 +45,7 @@ OURS = {
 }
 STOCK = {"stock row by row": models.step_rows, "stock together": models.step_together}
 KINDS = ("gradients", "hidden", "state", "logits", "other")
-WIDTH, CHUNK = models.SETTINGS["hidden_size"], int(LongStrawConfig().prompt_chunk_size)
+WIDTH, CHUNK = models.SETTINGS["hidden_size"], int(LongStrawConfig.prompt_chunk_size)
 ITEM = torch.finfo(torch.float32).bits // 8
 MB = 1e6
 Peaks = dict[tuple[str, int, int], dict]  # of (case, responses, layers)

@@ -11,7 +11,6 @@ the step. The gradient norm of the first pass tells that the trainers do the sam
 `stock, not checkpointed` is left out by default: its graph of 8 rows of 1,032 tokens takes about 20 GB.
 """
 
-import argparse
 import random
 import statistics
 import tempfile
@@ -28,6 +27,7 @@ from trl import GRPOConfig, GRPOTrainer
 from longstraw_dist.integrations.trl import LongStrawGRPOConfig, LongStrawGRPOTrainer
 
 from .conditions import RESULTS, conditions, show, verdict, write
+from .timing import judged, options
 
 LICENSE = Path(__file__).parent.parent / "LICENSE"
 BAR = 3.5  # of the whole step, over stock
@@ -89,7 +89,7 @@ class Clock(TrainerCallback):
 
 def build(case: str, args, tokenizer, dataset: Dataset, folder: str) -> Any:
     (trainer, config), extra = CASES[case]
-    options = {
+    settings = {
         "output_dir": folder,
         "num_generations": args.responses,
         "per_device_train_batch_size": args.responses,
@@ -106,23 +106,20 @@ def build(case: str, args, tokenizer, dataset: Dataset, folder: str) -> Any:
         "disable_tqdm": True,
         **extra,
     }
-    steps = args.responses // options["per_device_train_batch_size"]
+    steps = args.responses // settings["per_device_train_batch_size"]
     return trainer(
         model=transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32),
         reward_funcs=reward,
-        args=config(**options, gradient_accumulation_steps=steps, steps_per_generation=steps),
+        args=config(**settings, gradient_accumulation_steps=steps, steps_per_generation=steps),
         train_dataset=dataset,
         processing_class=tokenizer,
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = options(__doc__, prompt=1000, responses=8, tokens=32, passes=3)
     parser.add_argument("--model", type=Path, default=Path("quickstart/SmolLM2-135M-Instruct"))
-    for name, default in {"prompt": 1000, "responses": 8, "tokens": 32, "passes": 3}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--cases", nargs="+", default=[case for case in CASES if case != "stock, not checkpointed"])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--no-save", action="store_true", help=f"leave {RESULTS.name}/trl_step.csv as it is")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -155,7 +152,7 @@ def main() -> None:
     comments = [
         f"{args.model.name}, float32; one GRPO step: a prompt of {args.prompt} tokens of LICENSE, {args.responses} "
         f"completions of {args.tokens}; medians of {args.passes} interleaved passes; grad_norm of the first pass; "
-        + ("CPU seconds" if args.threads == 1 else "seconds"),
+        f"{judged()}",
         conditions(),
     ]
     if {"stock", "ours"} <= median.keys():

@@ -323,8 +323,7 @@ class Attachment:
         measuring = self.automatic.begin(packed, plan, x_response) if recording else None
         # its graph would stay on the device where all else is offloaded, and under autocast hold casts of weights
         cheap = config.offload is None and not torch.is_autocast_enabled(device.type)
-        replays = [replay for group in packed.groups for replay in group.replays]
-        opening = replays[0] if recording and cheap else None
+        opening = next(r for group in packed.groups for r in group.replays) if recording and cheap else None
         call = Call(
             packed, plan.config, self.meter, progress, self.place, budget, opening, captures, self._backward, measuring
         )
