@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .replay import Autocast, Call, Gradients, Progress, refuse_changed, versions
+from .gradients import Gradients
+from .recompute import Autocast, refuse_changed, versions
+from .replay import Call, Progress
 
 BLOCKS = {"cpu": 2**18, "cuda": 2**25}  # logits: of a core's cache; of what keeps a GPU busy
 

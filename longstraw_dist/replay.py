@@ -21,7 +21,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -33,15 +33,16 @@ from torch.utils._pytree import tree_leaves
 from .attention import Mask, prefix_attention
 from .capture import Capture, CapturedLayer
 from .failures import Place
+from .gradients import Gradients
 from .graphs import Budget, Graph, count, saved_once
 from .groups import Packed, PackedGroup, Segment
 from .indexer import blocks_of_queries
 from .kernels import served_mixers
 from .meter import Meter
+from .recompute import Autocast, no_checkpointing, refuse_changed, versions
 from .stand_ins import standing_in
 from .state import Captured, PromptState, View
 from .traits import Traits
-from .wrapping import wants_zeros
 
 
 @dataclass
@@ -272,46 +273,6 @@ def put(into: Tensor | None, like: Tensor, rows: slice, y: Tensor | None) -> Ten
     return into
 
 
-class Gradients:
-    """Sums the parameters' gradients over segments, in float32 and in the order of the calls; frozen ones cost
-    nothing. One gradient a parameter leaves it, rounded once."""
-
-    def __init__(self, parameters: Iterator[nn.Parameter]):
-        self.parameters = list(parameters)
-        self.trainable = [p for p in self.parameters if p.requires_grad]
-        self.partial: list[Tensor | None] = [None] * len(self.trainable)
-        self.closed = False  # whether what takes part is known to be these
-
-    def vjp(self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Gradient with respect to `inputs`; the parameters' is added to the sums."""
-        cotangents = [c.to(o.dtype) for o, c in zip(outputs, cotangents, strict=True)]
-        if not self.closed:  # segments are alike: the first one's graph is looked at
-            refuse_outsiders(outputs, [*inputs, *self.trainable])
-            self.closed = True
-        with no_hooks(self.trainable):
-            grads = torch.autograd.grad(outputs, [*inputs, *self.trainable], cotangents, allow_unused=True)
-        for i, g in enumerate(grads[len(inputs) :]):
-            if g is None:
-                continue
-            partial = self.partial[i]
-            if partial is None:  # a copy: the gradient may share its storage with another
-                self.partial[i] = g.to(torch.promote_types(g.dtype, torch.float32), copy=True)
-            else:
-                partial.add_(g)
-        return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, grads, strict=False)]
-
-    def sums(self) -> list[Tensor | None]:
-        """One gradient for each parameter, in the parameter's dtype; `None` for frozen ones."""
-        sums = iter(self.partial)
-        return [self._round(p, next(sums)) if p.requires_grad else None for p in self.parameters]
-
-    @staticmethod
-    def _round(parameter: nn.Parameter, total: Tensor | None) -> Tensor | None:
-        if total is None:  # it took no part, as an adapter that is not active: stock's gradient is none either
-            return torch.zeros_like(parameter) if wants_zeros(parameter) else None
-        return total.to(parameter.dtype)
-
-
 def forward_segment(ctx, layer, stock, state, segment, x, keep: bool = True, capture_only: bool = False):
     """Runs one segment. Its graph is kept if backward will want it (`keep`), and the call's budget allows or backward
     begins with it. Returns its output and its view."""
@@ -361,80 +322,3 @@ def backward_segment(
     gx, *g_past = gradients.vjp(outputs, cotangents, [graph.x, *view.leaves.values()])
     state.accumulate(segment, view, g_past)
     return gx
-
-
-def refuse_outsiders(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
-    """Raises if the outputs depend on a parameter that is not `known`, as by a closure: its gradient would be lost."""
-    ids = {id(t) for t in known}
-    nodes: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen: set[Any] = set()
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "torch::autograd::AccumulateGrad" and id(node.variable) not in ids:
-            raise RuntimeError(
-                f"a parameter of shape {tuple(node.variable.shape)} takes part that is not the module's own (a hook "
-                "or a patched forward uses it), so its gradient would be lost: register it on a module inside."
-            )
-        nodes += [n for n, _ in node.next_functions if n is not None]
-
-
-def versions(module: nn.Module) -> list[tuple[int, bool]]:
-    """Of each parameter, how often it was changed in place, as autograd counts, and whether it is trained."""
-    return [(p._version, p.requires_grad) for p in module.parameters()]
-
-
-def refuse_changed(name: str, module: nn.Module, before: list[tuple[int, bool]]) -> None:
-    """Raises as autograd itself does in a stock backward: the recompute would run with other weights than forward."""
-    for (parameter, p), (version, trained) in zip(module.named_parameters(), before, strict=True):
-        if p.requires_grad != trained:
-            raise RuntimeError(
-                f"requires_grad of {parameter or 'a parameter'} of {name} changed between forward and backward, from "
-                f"{trained} to {p.requires_grad}: set it before the forward."
-            )
-        if p._version != version:
-            raise RuntimeError(
-                f"{parameter or 'a parameter'} of {name} was modified in place between forward and backward (it is at "
-                f"version {p._version}, expected {version}), and backward computes the forward again: run backward "
-                "before anything that changes the weights."
-            )
-
-
-class Autocast:
-    """The autocast state of a forward, for its backward: autograd does not restore it. Without autocast's weight
-    cache: what it caches while no graph is recorded would be used where one is, and the weight's gradient be lost."""
-
-    def __init__(self, device: str):
-        self.device = device
-        self.dtype, self.enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-
-    def restored(self):
-        return torch.autocast(self.device, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
-
-
-@contextlib.contextmanager
-def no_hooks(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Hooks that a user registered on parameters wait for the whole gradient, which autograd hands them afterwards."""
-    hooked = [(p._backward_hooks, dict(p._backward_hooks)) for p in parameters if p._backward_hooks]
-    for hooks, _ in hooked:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, before in hooked:
-            hooks.update(before)
-
-
-@contextlib.contextmanager
-def no_checkpointing(module: nn.Module) -> Iterator[None]:
-    """transformers' own checkpointing, off: it would drop the cache, and the operation recomputes anyway."""
-    flagged = [vars(m) for m in module.modules() if vars(m).get("gradient_checkpointing")]
-    for attributes in flagged:
-        attributes["gradient_checkpointing"] = False
-    try:
-        yield
-    finally:
-        for attributes in flagged:
-            attributes["gradient_checkpointing"] = True

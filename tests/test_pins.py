@@ -76,7 +76,7 @@ SOURCES = {
     "transformers GradientCheckpointingLayer.__init_subclass__": (
         GradientCheckpointingLayer.__init_subclass__,
         "9f660860758b",
-        "longstraw_dist/replay.py: no_checkpointing() turns it off by the flag of the instance",
+        "longstraw_dist/recompute.py: no_checkpointing() turns it off by the flag of the instance",
     ),
     "transformers RecurrentGemmaRecurrentBlock.forward": (
         RecurrentGemmaRecurrentBlock.forward,
@@ -234,7 +234,7 @@ def test_checkpointing_flag():
     model = tiny("llama")
     model.gradient_checkpointing_enable()
     flags = [vars(layer).get("gradient_checkpointing") for layer in model.model.layers]
-    assert flags == [True] * 3, "longstraw_dist/replay.py: no_checkpointing() looks for it on each layer's instance"
+    assert flags == [True] * 3, "longstraw_dist/recompute.py: no_checkpointing() looks for it on each layer's instance"
     assert all(isinstance(layer, GradientCheckpointingLayer) for layer in model.model.layers)
 
 

@@ -1,0 +1,53 @@
+"""What a backward that computes a forward again needs of it: the same weights, the same autocast, all of its code."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+
+def versions(module: nn.Module) -> list[tuple[int, bool]]:
+    """Of each parameter, how often it was changed in place, as autograd counts, and whether it is trained."""
+    return [(p._version, p.requires_grad) for p in module.parameters()]
+
+
+def refuse_changed(name: str, module: nn.Module, before: list[tuple[int, bool]]) -> None:
+    """Raises as autograd itself does in a stock backward: the recompute would run with other weights than forward."""
+    for (parameter, p), (version, trained) in zip(module.named_parameters(), before, strict=True):
+        if p.requires_grad != trained:
+            raise RuntimeError(
+                f"requires_grad of {parameter or 'a parameter'} of {name} changed between forward and backward, from "
+                f"{trained} to {p.requires_grad}: set it before the forward."
+            )
+        if p._version != version:
+            raise RuntimeError(
+                f"{parameter or 'a parameter'} of {name} was modified in place between forward and backward (it is at "
+                f"version {p._version}, expected {version}), and backward computes the forward again: run backward "
+                "before anything that changes the weights."
+            )
+
+
+class Autocast:
+    """The autocast state of a forward, for its backward: autograd does not restore it. Without autocast's weight
+    cache: what it caches while no graph is recorded would be used where one is, and the weight's gradient be lost."""
+
+    def __init__(self, device: str):
+        self.device = device
+        self.dtype, self.enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+
+    def restored(self):
+        return torch.autocast(self.device, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
+
+
+@contextlib.contextmanager
+def no_checkpointing(module: nn.Module) -> Iterator[None]:
+    """transformers' own checkpointing, off: it would drop the cache, and the operation recomputes anyway."""
+    flagged = [vars(m) for m in module.modules() if vars(m).get("gradient_checkpointing")]
+    for attributes in flagged:
+        attributes["gradient_checkpointing"] = False
+    try:
+        yield
+    finally:
+        for attributes in flagged:
+            attributes["gradient_checkpointing"] = True
