@@ -56,7 +56,7 @@ SOURCES = {
     "trl shuffle_sequence_dict": (
         trl_utils.shuffle_sequence_dict,
         "bab038755e57",
-        "integrations/trl/trainer.py: shuffle_groups permutes the same kinds of values",
+        "integrations/trl/rows.py: shuffle_groups permutes the same kinds of values",
     ),
     "trl split_tensor_dict": (
         trl_utils.split_tensor_dict,
@@ -127,7 +127,7 @@ def test_options(config):
     found = digest(options_of(config))
     assert found == OPTIONS[config], (
         f"{config.__name__} has other options than those we looked at ({OPTIONS[config]} -> {found}): for a new one, "
-        "decide whether integrations/trl/trainer.py (refuse_inexact) must refuse it, and test it in "
+        "decide whether integrations/trl/refusals.py (refuse_inexact) must refuse it, and test it in "
         "tests/test_trl_drop_in.py or tests/test_trl_refusals.py."
     )
 

@@ -13,7 +13,7 @@ from longstraw_dist import LongStrawConfig
 from longstraw_dist.attach import is_attached
 from longstraw_dist.groups import find_groups
 from longstraw_dist.integrations.trl import LongStrawGRPOConfig, LongStrawGRPOTrainer
-from longstraw_dist.integrations.trl.trainer import shuffle_groups
+from longstraw_dist.integrations.trl.rows import shuffle_groups
 
 from .trl_fixtures import prompts, reward, tokenizer
 from .trl_training import CONFIGS, OPTIONS, make, one_shuffle, save_models, scripted_rollouts, train, weights_of

@@ -13,7 +13,7 @@ from trl.trainer.utils import use_adapter
 
 from longstraw_dist import PromptGroup
 from longstraw_dist.integrations.trl import LongStrawGRPOTrainer
-from longstraw_dist.integrations.trl.trainer import equal_where_same
+from longstraw_dist.integrations.trl.rows import equal_where_same
 
 from .models import drift, tokens
 from .reference import gradients, relative, worst

@@ -13,7 +13,7 @@ from trl import GRPOConfig
 
 from longstraw_dist import LongStrawConfig, attach
 from longstraw_dist.integrations.trl import LongStrawGRPOConfig, LongStrawGRPOTrainer
-from longstraw_dist.integrations.trl.trainer import refuse_apart
+from longstraw_dist.integrations.trl.refusals import refuse_apart
 
 from .models import tiny
 from .trl_fixtures import CHARACTERS, prompts, reward, tokenizer

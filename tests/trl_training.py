@@ -20,7 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from longstraw_dist.integrations.trl import LongStrawGRPOConfig, LongStrawGRPOTrainer
-from longstraw_dist.integrations.trl import trainer as ours
+from longstraw_dist.integrations.trl.rows import shuffle_groups
 from longstraw_dist.wrapping import is_zero3
 
 from .models import tiny
@@ -192,7 +192,7 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor]:
 def one_shuffle() -> Iterator[None]:
     """Both trainers shuffle by group, and draw the same numbers for it."""
     before = grpo_trainer.shuffle_sequence_dict
-    grpo_trainer.shuffle_sequence_dict = ours.shuffle_groups
+    grpo_trainer.shuffle_sequence_dict = shuffle_groups
     try:
         yield
     finally:

@@ -8,17 +8,14 @@ from, and what is measured. Rewards, advantages, losses, generation, saving and 
 
 import dataclasses
 import functools
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from accelerate.logging import get_logger
-from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel, ProcessorMixin
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
@@ -34,6 +31,8 @@ from longstraw_dist.stand_ins import replaced
 from .captures import INCOMPATIBLE, Captures
 from .checkpoints import finished_checkpoint
 from .config import LongStrawGRPOConfig
+from .refusals import refuse_apart, refuse_inexact
+from .rows import equal_where_same, pad_rows, shuffle_groups
 
 logger = get_logger(__name__)
 COUNTED = ("all_gather", "reduce_scatter", "all_reduce")  # collectives that are logged, of forward and backward
@@ -355,74 +354,6 @@ def keep_out_of_autocast(head: torch.nn.Module) -> None:
     head.forward = forward  # type: ignore[method-assign]
 
 
-def pad_rows(values: list[Tensor], order: list[tuple[int, int]], width: int) -> Tensor:
-    """`[R_i]` for each response, in the groups' order -> `[rows, width]` in the batch's, zero behind each response."""
-    rows = {row: F.pad(value, (0, width - n)) for value, (row, n) in zip(values, order, strict=True)}
-    return torch.stack([rows[row] for row in range(len(rows))])
-
-
-def equal_where_same(entropies: list[Tensor], groups: list[PromptGroup]) -> list[Tensor]:
-    """
-    Gives tokens of a group that follow the same tokens, as its first ones do, one entropy bit for bit. Where responses
-    are replayed apart theirs differ by rounding; in the parent's batch they are equal, and a quantile has all of them
-    above it or none. Gradients stay each token's own.
-    """
-    out: list[Tensor] = []
-    values = iter(entropies)
-    for group in groups:
-        before: list[tuple[list[int], Tensor]] = []
-        for response in group.response_ids:
-            ids, value = response.tolist(), next(values)
-            if ids and before:
-                shared = ((min(common_prefix(ids, other) + 1, len(ids), len(v)), v) for other, v in before)
-                n, first = max(shared, key=lambda pair: pair[0])
-                value = torch.cat([value[:n] + (first[:n] - value[:n]).detach(), value[n:]])
-            if ids:
-                before.append((ids, value))
-            out.append(value)
-    return out
-
-
-def common_prefix(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def shuffle_groups(batch: dict[str, Any]) -> dict[str, Any]:
-    """
-    Shuffles the rows of a generation batch by group: rows with equal prompts stay together, and large groups come
-    first, so that a split into micro-batches cuts few of them.
-    """
-    groups, order = find_groups(
-        torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1),
-        torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1),
-        batch["completion_ids"].shape[1],
-    )
-    rows = iter(row for row, _ in order)
-    members = [[next(rows) for _ in group.response_ids] for group in groups]
-    place = torch.randperm(len(order)).tolist()  # as many random numbers as the parent draws: the same rollouts follow
-    members.sort(key=lambda rows: (-len(rows), min(place[row] for row in rows)))
-    permutation = [row for rows in members for row in rows]
-
-    def permute(value):
-        if value is None or (isinstance(value, Tensor) and value.ndim == 0):
-            return value
-        return value[permutation] if isinstance(value, Tensor) else [value[i] for i in permutation]
-
-    return {key: permute(value) for key, value in batch.items()}
-
-
-def refuse_apart(processes: int, kind: DistributedType) -> None:
-    """Raises `ValueError` if this process does not train together with those that were launched with it: accelerate
-    can start them so on a CPU, and each would train a model of its own."""
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if processes != launched or (launched > 1 and kind == DistributedType.NO):
-        raise ValueError(
-            f"{launched} processes were launched, but accelerate trains with {processes} ({kind.value}): they would "
-            "train apart. On a CPU start with configs/accelerate/zero3_cpu.yaml, DS_ACCELERATOR=cpu and "
-            "ddp_backend=gloo."
-        )
-
-
 def tokenizer_of(model: "str | PreTrainedModel", args: Any) -> Any:
     """The tokenizer alone, where the parent would take a model of text and images for one that is given images."""
     revision = (args.model_init_kwargs or {}).get("revision") if isinstance(model, str) else None
@@ -433,24 +364,3 @@ def tokenizer_of(model: "str | PreTrainedModel", args: Any) -> Any:
         padding_side="left",
         trust_remote_code=args.trust_remote_code,
     )
-
-
-def refuse_inexact(args, processing_class, train_dataset, eval_dataset, kwargs: dict[str, Any]) -> None:
-    """Raises `ValueError` for what the parent would take, and this trainer could not run as the parent does."""
-    if not isinstance(args, LongStrawGRPOConfig):
-        raise ValueError(f"args is a {type(args).__name__}: pass a LongStrawGRPOConfig.")
-    if kwargs.get("quantization_config") is not None:
-        raise ValueError("quantization_config is not supported: load the model in float32 or bfloat16.")
-    if isinstance(processing_class, ProcessorMixin):
-        raise ValueError("image inputs are not supported: pass a tokenizer, not a processor, as processing_class.")
-    for dataset in (train_dataset, *(eval_dataset.values() if isinstance(eval_dataset, dict) else (eval_dataset,))):
-        columns = set(getattr(dataset, "column_names", None) or ())
-        if images := columns & {"image", "images"}:
-            raise ValueError(f"image inputs are not supported: drop the column {sorted(images)[0]!r} of the data set.")
-    if args.neftune_noise_alpha is not None:
-        raise ValueError(
-            f"neftune_noise_alpha={args.neftune_noise_alpha} draws noise for each row, and a shared prompt has one: "
-            "leave it out."
-        )
-    if args.torch_compile:
-        raise ValueError("torch_compile=True is not supported: compile nothing, or wait for a later version.")
