@@ -49,7 +49,7 @@ class Rows:
 
 
 @dataclass
-class Graph:
+class CallGraph:
     """Stands for the graph of one call: lives as long as that does."""
 
     progress: Progress
@@ -94,7 +94,7 @@ class HeadOperation(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, rows: Rows, graph: Graph, stock: Callable, x: Tensor, *parameters: Tensor):
+    def forward(ctx, rows: Rows, graph: CallGraph, stock: Callable, x: Tensor, *parameters: Tensor):
         ctx.rows, ctx.graph, ctx.autocast = rows, graph, Autocast(x.device.type)
         ctx.versions = versions(rows.module) if any(ctx.needs_input_grad) else []
         logps, entropies, lses = [], [], []

@@ -23,7 +23,8 @@ from trl.extras.profiling import profiling_decorator
 from trl.trainer.utils import get_config_model_id, split_tensor_dict
 
 from longstraw_dist import attach, rollout
-from longstraw_dist.attach import Attachment, attachment_of, is_attached
+from longstraw_dist.attach import attachment_of, is_attached
+from longstraw_dist.attachment import Attachment
 from longstraw_dist.groups import PromptGroup, find_groups
 from longstraw_dist.meter import Phases, peak_bytes
 from longstraw_dist.stand_ins import replaced
