@@ -4,32 +4,27 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
-
-
-def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
+from torch import nn
 
 
 def versions(module: nn.Module) -> list[tuple[int, bool]]:
-    """Of each parameter and buffer, how often it was changed in place, as autograd counts, and whether it trains."""
-    return [(t._version, t.requires_grad) for _, t in named_tensors(module)]
+    """Of each parameter, how often it was changed in place, as autograd counts, and whether it is trained."""
+    return [(p._version, p.requires_grad) for p in module.parameters()]
 
 
 def refuse_changed(name: str, module: nn.Module, before: list[tuple[int, bool]]) -> None:
     """Raises as autograd itself does in a stock backward: the recompute would run with other weights than forward."""
-    for (tensor, t), (version, trained) in zip(named_tensors(module), before, strict=True):
-        if t.requires_grad != trained:
+    for (parameter, p), (version, trained) in zip(module.named_parameters(), before, strict=True):
+        if p.requires_grad != trained:
             raise RuntimeError(
-                f"requires_grad of {tensor} of {name} changed between forward and backward, from {trained} to "
-                f"{t.requires_grad}: set it before the forward."
+                f"requires_grad of {parameter or 'a parameter'} of {name} changed between forward and backward, from "
+                f"{trained} to {p.requires_grad}: set it before the forward."
             )
-        if t._version != version:
+        if p._version != version:
             raise RuntimeError(
-                f"{tensor} of {name} was modified in place between forward and backward (it is at version "
-                f"{t._version}, expected {version}), and backward computes the forward again: run backward before "
-                "anything that changes the weights."
+                f"{parameter or 'a parameter'} of {name} was modified in place between forward and backward (it is at "
+                f"version {p._version}, expected {version}), and backward computes the forward again: run backward "
+                "before anything that changes the weights."
             )
 
 
