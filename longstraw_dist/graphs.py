@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from .state import View
 
@@ -24,6 +25,7 @@ class Graph:
     view: View
     y: Tensor | None
     nbytes: int = 0
+    edges: list[GradientEdge] | None = None  # of the parameters, where it is kept
 
 
 class Budget:

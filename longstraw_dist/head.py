@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .gradients import Gradients
+from .gradients import Gradients, parameter_names
 from .recompute import Autocast, refuse_changed, versions
 from .replay import Call, Progress
 
@@ -62,7 +62,8 @@ class NormOperation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Rows, stock: Callable, x: Tensor, *parameters: Tensor):
         ctx.rows, ctx.autocast = rows, Autocast(x.device.type)
-        ctx.versions = versions(rows.module) if any(ctx.needs_input_grad) else []
+        ctx.versions = versions(rows.module) if any(ctx.needs_input_grad) else {}
+        ctx.names = parameter_names(rows.module)
         ctx.save_for_backward(x)
         if any(ctx.needs_input_grad):
             rows.call.meter.keeps("hidden", [x])
@@ -76,7 +77,7 @@ class NormOperation(torch.autograd.Function):
         with rows.call.guard(rows.name), ctx.autocast.restored(), torch.enable_grad():
             refuse_changed(rows.name, rows.module, ctx.versions)
             (saved,) = ctx.saved_tensors
-            gx, gradients = torch.empty_like(saved), Gradients(rows.module.parameters())
+            gx, gradients = torch.empty_like(saved), Gradients(rows.module, ctx.names)
             for c in rows.chunks(saved.shape[1]):
                 x = saved[:, c].detach().requires_grad_()
                 gx[:, c] = gradients.vjp([rows.module.forward(x)], [g[:, c]], [x])[0]
@@ -96,7 +97,8 @@ class HeadOperation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Rows, graph: CallGraph, stock: Callable, x: Tensor, *parameters: Tensor):
         ctx.rows, ctx.graph, ctx.autocast = rows, graph, Autocast(x.device.type)
-        ctx.versions = versions(rows.module) if any(ctx.needs_input_grad) else []
+        ctx.versions = versions(rows.module) if any(ctx.needs_input_grad) else {}
+        ctx.names = parameter_names(rows.module)
         logps, entropies, lses = [], [], []
         with ctx.autocast.restored():
             for c in rows.chunks(x.shape[1]):
@@ -127,7 +129,7 @@ class HeadOperation(torch.autograd.Function):
             saved, lse, entropy = ctx.saved_tensors
             g_logp, g_entropy = functional.pad(g, (0, len(lse) - packed.returned))[..., None] / rows.temperature
             bonus_wanted = bool(g_entropy.any())
-            gx, gradients = torch.empty_like(saved), Gradients(rows.module.parameters())
+            gx, gradients = torch.empty_like(saved), Gradients(rows.module, ctx.names)
             for c in rows.chunks(saved.shape[1]):
                 x = saved[:, c].detach().requires_grad_()
                 logits = rows.logits(rows.module.forward, x)

@@ -7,24 +7,25 @@ import torch
 from torch import nn
 
 
-def versions(module: nn.Module) -> list[tuple[int, bool]]:
+def versions(module: nn.Module) -> dict[str, tuple[int, bool]]:
     """Of each parameter, how often it was changed in place, as autograd counts, and whether it is trained."""
-    return [(p._version, p.requires_grad) for p in module.parameters()]
+    return {name: (p._version, p.requires_grad) for name, p in module.named_parameters()}
 
 
-def refuse_changed(name: str, module: nn.Module, before: list[tuple[int, bool]]) -> None:
+def refuse_changed(name: str, module: nn.Module, before: dict[str, tuple[int, bool]]) -> None:
     """Raises as autograd itself does in a stock backward: the recompute would run with other weights than forward."""
-    for (parameter, p), (version, trained) in zip(module.named_parameters(), before, strict=True):
+    for parameter, (version, trained) in before.items():
+        p = module.get_parameter(parameter)
         if p.requires_grad != trained:
             raise RuntimeError(
-                f"requires_grad of {parameter or 'a parameter'} of {name} changed between forward and backward, from "
-                f"{trained} to {p.requires_grad}: set it before the forward."
+                f"requires_grad of {parameter} of {name} changed between forward and backward, from {trained} to "
+                f"{p.requires_grad}: set it before the forward."
             )
         if p._version != version:
             raise RuntimeError(
-                f"{parameter or 'a parameter'} of {name} was modified in place between forward and backward (it is at "
-                f"version {p._version}, expected {version}), and backward computes the forward again: run backward "
-                "before anything that changes the weights."
+                f"{parameter} of {name} was modified in place between forward and backward (it is at version "
+                f"{p._version}, expected {version}), and backward computes the forward again: run backward before "
+                "anything that changes the weights."
             )
 
 

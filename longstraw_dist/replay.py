@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from .attention import Mask, prefix_attention
 from .capture import Capture, CapturedLayer
 from .failures import Place
-from .gradients import Gradients
+from .gradients import Gradients, edges_of, parameter_names
 from .graphs import Budget, Graph, count, saved_once
 from .groups import Packed, PackedGroup, Segment
 from .indexer import blocks_of_queries
@@ -105,7 +105,7 @@ class LayerOperation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, layer: Layer, stock: Callable, x_prompt: Tensor, x_response: Tensor, *parameters: Tensor):
         ctx.autocast = Autocast(x_response.device.type)
-        ctx.graphs = {}
+        ctx.graphs, ctx.names = {}, parameter_names(layer.module)
         y_prompt = y_response = r_prompt = r_response = None
         states, kept = [], []
         segments = layer.call.packed.segments
@@ -148,7 +148,7 @@ class LayerOperation(torch.autograd.Function):
 
         layer.call.place.at(layer.name)
         ctx.layer, ctx.states = layer, states
-        ctx.versions = versions(layer.module) if any(ctx.needs_input_grad) else []
+        ctx.versions = versions(layer.module) if any(ctx.needs_input_grad) else {}
         hidden = [x_response, x_prompt] if layer.exact else [x_response]
         state_tensors = [t for tensors in kept for t in tensors]
         ctx.save_for_backward(*hidden, *relayed, *state_tensors)
@@ -178,7 +178,7 @@ class LayerOperation(torch.autograd.Function):
             if g_response is None:
                 g_response = torch.zeros_like(x_response)
             gx_response, gx_prompt = torch.empty_like(x_response), torch.empty_like(x_prompt)
-            gradients = Gradients(layer.module.parameters())
+            gradients = Gradients(layer.module, ctx.names)
             for group, state in zip(call.packed.groups, ctx.states, strict=True):
                 state.load(kept)
                 again = functools.partial(backward_segment, layer, stock, state, gradients, ctx.graphs)
@@ -283,6 +283,7 @@ def forward_segment(ctx, layer, stock, state, segment, x, keep: bool = True, cap
         return run(layer, stock, segment, x[:, segment.rows], view), view
     with saved_once(layer.module) as saved:
         graph = with_graph(layer, stock, state, segment, x, capture_only)
+    graph.edges = edges_of(map(layer.module.get_parameter, ctx.names))
     graph.nbytes = count(graph, saved, kept_anyway=[*state.grown, *tree_leaves(segment.calls[layer.index])])
     if at_once or budget.take(graph.nbytes):
         ctx.graphs[id(segment)] = graph
@@ -319,6 +320,6 @@ def backward_segment(
     for output, cotangent in ((graph.y, g), (view.routed, g_router)):
         if output is not None and cotangent is not None:
             outputs, cotangents = [*outputs, output], [*cotangents, cotangent[:, segment.rows]]
-    gx, *g_past = gradients.vjp(outputs, cotangents, [graph.x, *view.leaves.values()])
+    gx, *g_past = gradients.vjp(outputs, cotangents, [graph.x, *view.leaves.values()], graph.edges)
     state.accumulate(segment, view, g_past)
     return gx

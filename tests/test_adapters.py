@@ -40,13 +40,12 @@ ADAPTERS = {
 
 
 def check(model, config=None, groups=None):
-    """Ours against the stock rows of the same model; only trainable parameters have a gradient."""
+    """Ours against the stock rows of a copy, which has run before; only trainable parameters have a gradient."""
     config, groups = config or LongStrawConfig(prompt_chunk_size=8), groups or ragged()
-    layers = model.config.num_hidden_layers
-    logps, entropies = stock_rows(model, groups, detached={"exact": 0, "detached": layers}[config.prompt_grad])
+    layers, stock = model.config.num_hidden_layers, copy.deepcopy(model)
+    logps, entropies = stock_rows(stock, groups, detached={"exact": 0, "detached": layers}[config.prompt_grad])
     weigh(logps, entropies).backward()
-    reference = {n: g for n, g in gradients(model).items() if g is not None}
-    model.zero_grad()
+    reference = {n: g for n, g in gradients(stock).items() if g is not None}
     assert attach(model, config) is model
     out = model(prompt_groups=groups)
     weigh(out.logps, out.entropies).backward()
@@ -76,6 +75,19 @@ def test_other_adapters(config):
     model = peft.get_peft_model(tiny("llama"), config(task_type="CAUSAL_LM", **targets))
     drift(model)
     check(model.train())
+
+
+@pytest.mark.parametrize("budget", [0, 10**9])
+@pytest.mark.parametrize(("kind", "trained"), [("qwen3_moe", ("down_proj", "gate_up_proj")), ("gpt_oss", ("_bias",))])
+def test_adapted_experts_that_are_trained_themselves(kind, trained, budget):
+    """PEFT registers them anew in each forward: their place among the parameters changes, and their graph's end."""
+    targets = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
+    model = adapted(tiny(kind), **targets)
+    for name, p in model.named_parameters():
+        if "experts.base_layer" in name and name.endswith(trained):
+            p.requires_grad_()
+    reference = check(model, LongStrawConfig(prompt_chunk_size=8, activation_budget=budget))
+    assert sum("experts.base_layer" in n for n in reference) == 6
 
 
 def test_adapters_injected_into_the_model():
