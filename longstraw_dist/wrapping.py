@@ -101,14 +101,15 @@ def shard_size(p: Tensor) -> tuple[int, int]:
 
 
 def held(root: Any, model: nn.Module) -> Iterator[Tensor]:
-    """What this rank holds of the model's parameters and buffers: its shards, gathered or not at this moment."""
+    """What this rank holds of the model's parameters and buffers: its shards, gathered or not at this moment. By name,
+    since PEFT's `target_parameters` change places."""
     units = fsdp2_units(root)
     for unit in units:
         for group in unit._get_fsdp_state()._fsdp_param_groups:
             yield from (p.sharded_param.to_local() for p in group.fsdp_params)
-    for p in () if units else model.parameters():
+    for _, p in () if units else sorted(model.named_parameters()):
         yield p.ds_tensor if is_zero3(p) else p  # type: ignore[attr-defined]
-    yield from model.buffers()
+    yield from (b for _, b in sorted(model.named_buffers()))
 
 
 def is_partitioned(p: Tensor) -> bool:

@@ -251,3 +251,11 @@ def test_adapters():
     same(step(model, given), expected)
     with model.disable_adapter(), torch.no_grad():
         refused("other adapters", model, given)
+
+
+def test_adapted_experts():
+    """PEFT registers them anew in each forward: after the first they have another place among the parameters."""
+    targets = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
+    model, groups = attach(adapted(tiny("qwen3_moe"), **targets)), ragged()
+    given = captured(model, groups)
+    same(step(model, given), step(model, groups))
