@@ -11,11 +11,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from .wrapping import wants_zeros
 
 
-def parameter_names(module: nn.Module) -> list[str]:
-    """In the order of `parameters()` now: a forward may change it (PEFT's wrapper of `target_parameters` does)."""
-    return [name for name, _ in module.named_parameters()]
-
-
 def edges_of(parameters: Iterable[nn.Parameter]) -> list[GradientEdge]:
     """Of those that train, where a graph that has just run ends: what runs later may give a parameter another."""
     return [get_gradient_edge(p) for p in parameters if p.requires_grad]

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .gradients import Gradients, parameter_names
-from .recompute import Autocast, refuse_changed, versions
+from .gradients import Gradients
+from .recompute import Autocast, refuse_changed, watched
 from .replay import Call, Progress
 
 BLOCKS = {"cpu": 2**18, "cuda": 2**25}  # logits: of a core's cache; of what keeps a GPU busy
@@ -62,12 +62,10 @@ class NormOperation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Rows, stock: Callable, x: Tensor, *parameters: Tensor):
         ctx.rows, ctx.autocast = rows, Autocast(x.device.type)
-        ctx.versions = versions(rows.module) if any(ctx.needs_input_grad) else {}
-        ctx.names = parameter_names(rows.module)
         ctx.save_for_backward(x)
         if any(ctx.needs_input_grad):
             rows.call.meter.keeps("hidden", [x])
-        with ctx.autocast.restored():
+        with ctx.autocast.restored(), watched(ctx, rows.module):
             return torch.cat([stock(x[:, c]) for c in rows.chunks(x.shape[1])], 1)
 
     @staticmethod
@@ -97,10 +95,8 @@ class HeadOperation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Rows, graph: CallGraph, stock: Callable, x: Tensor, *parameters: Tensor):
         ctx.rows, ctx.graph, ctx.autocast = rows, graph, Autocast(x.device.type)
-        ctx.versions = versions(rows.module) if any(ctx.needs_input_grad) else {}
-        ctx.names = parameter_names(rows.module)
         logps, entropies, lses = [], [], []
-        with ctx.autocast.restored():
+        with ctx.autocast.restored(), watched(ctx, rows.module):
             for c in rows.chunks(x.shape[1]):
                 logits = rows.logits(stock, x[:, c])[0]
                 for b in blocks(logits):

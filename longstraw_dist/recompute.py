@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,6 +11,19 @@ from torch import nn
 def versions(module: nn.Module) -> dict[str, tuple[int, bool]]:
     """Of each parameter, how often it was changed in place, as autograd counts, and whether it is trained."""
     return {name: (p._version, p.requires_grad) for name, p in module.named_parameters()}
+
+
+@contextlib.contextmanager
+def watched(ctx: Any, module: nn.Module) -> Iterator[None]:
+    """
+    Around a forward: notes on `ctx` the parameters' names, in the order of now, which the forward itself may change
+    (PEFT registers `target_parameters` anew each time), and the versions of those that it leaves as they are.
+    """
+    before = versions(module) if any(ctx.needs_input_grad) else {}
+    ctx.names = [name for name, _ in module.named_parameters()]
+    yield
+    after = versions(module) if before else {}
+    ctx.versions = {name: version for name, version in before.items() if after[name] == version}
 
 
 def refuse_changed(name: str, module: nn.Module, before: dict[str, tuple[int, bool]]) -> None:

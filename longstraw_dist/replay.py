@@ -33,13 +33,13 @@ from torch.utils._pytree import tree_leaves
 from .attention import Mask, prefix_attention
 from .capture import Capture, CapturedLayer
 from .failures import Place
-from .gradients import Gradients, edges_of, parameter_names
+from .gradients import Gradients, edges_of
 from .graphs import Budget, Graph, count, saved_once
 from .groups import Packed, PackedGroup, Segment
 from .indexer import blocks_of_queries
 from .kernels import served_mixers
 from .meter import Meter
-from .recompute import Autocast, no_checkpointing, refuse_changed, versions
+from .recompute import Autocast, no_checkpointing, refuse_changed, watched
 from .stand_ins import standing_in
 from .state import Captured, PromptState, View
 from .traits import Traits
@@ -105,7 +105,7 @@ class LayerOperation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, layer: Layer, stock: Callable, x_prompt: Tensor, x_response: Tensor, *parameters: Tensor):
         ctx.autocast = Autocast(x_response.device.type)
-        ctx.graphs, ctx.names = {}, parameter_names(layer.module)
+        ctx.graphs = {}
         y_prompt = y_response = r_prompt = r_response = None
         states, kept = [], []
         segments = layer.call.packed.segments
@@ -115,7 +115,7 @@ class LayerOperation(torch.autograd.Function):
         relays = {id(segment): segment.relay for segment in segments}
         ctx.relay = [list(relay) for relay in relays.values()]
         relayed = [t for relay in relays.values() for t in relay.values()]
-        with no_checkpointing(layer.module), ctx.autocast.restored():
+        with no_checkpointing(layer.module), ctx.autocast.restored(), watched(ctx, layer.module):
             only = layer.last and not layer.routed
             for group, making in zip(layer.call.packed.groups, layer.call.captures, strict=True):
                 if group.capture is None:
@@ -148,7 +148,6 @@ class LayerOperation(torch.autograd.Function):
 
         layer.call.place.at(layer.name)
         ctx.layer, ctx.states = layer, states
-        ctx.versions = versions(layer.module) if any(ctx.needs_input_grad) else {}
         hidden = [x_response, x_prompt] if layer.exact else [x_response]
         state_tensors = [t for tensors in kept for t in tensors]
         ctx.save_for_backward(*hidden, *relayed, *state_tensors)

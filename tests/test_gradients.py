@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from longstraw_dist.gradients import Gradients, parameter_names
+from longstraw_dist.gradients import Gradients
 
 
 class Sums(nn.Module):
@@ -25,7 +25,7 @@ def test_gradients_that_share_their_memory():
     cotangents = [[torch.randn(3, 4), torch.randn(()), torch.randn(3, 4)] for _ in xs]
     untouched = [[g.clone() for g in gs] for gs in cotangents]
 
-    gradients = Gradients(module, parameter_names(module))
+    gradients = Gradients(module, [name for name, _ in module.named_parameters()])
     for x, gs in zip(xs, cotangents, strict=True):
         gradients.vjp(module(x), gs, [x.clone().requires_grad_()])
     ours = gradients.sums()
@@ -57,7 +57,7 @@ class Workspace(torch.autograd.Function):
 def test_a_gradient_in_memory_that_is_used_again():
     torch.manual_seed(0)
     module, xs, gs = nn.Linear(4, 4, bias=False), torch.randn(3, 3, 4), torch.randn(3, 3, 4)
-    gradients = Gradients(module, parameter_names(module))
+    gradients = Gradients(module, [name for name, _ in module.named_parameters()])
     for x, g in zip(xs, gs, strict=True):
         x.requires_grad_()
         gradients.vjp([Workspace.apply(x, module.weight)], [g], [x])

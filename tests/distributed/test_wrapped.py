@@ -79,6 +79,11 @@ def make(kind: str, tied: bool, frozen: str, experts: str | None = None, wide: b
             if "idle" in name:
                 torch.nn.init.ones_(p)
         return model
+    if frozen.startswith("adapted experts"):
+        model = adapted(model, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+        for name, p in model.named_parameters():
+            p.requires_grad_("lora_" in name or (frozen.endswith("trained too") and "experts.base_layer" in name))
+        return model
     if frozen == "saved head":
         model = adapted(model, target_modules=["q_proj"], modules_to_save=["lm_head"])
         for name, p in model.named_parameters():
@@ -243,6 +248,8 @@ CASES = [  # each setting meets each engine somewhere; `test_parity_of_all` take
     ("fsdp2", {"kind": "qwen3_moe", "experts": "eager", "optimizer": "AdamW"}),
     ("fsdp2", {"kind": "mixtral", "no_sync": True, "accumulation": 2}),
     ("fsdp2_accelerate", {"kind": "gemma2", "frozen": "adapters", "accumulation": 2}),
+    ("zero3", {"kind": "qwen3_moe", "frozen": "adapted experts", **SCORED}),
+    ("fsdp2", {"kind": "qwen3_moe", "frozen": "adapted experts, trained too", "accumulation": 2, **SCORED}),
     ("zero3", {"kind": "olmo_hybrid", "accumulation": 2}),
     ("zero3", {"kind": "mamba2", "mode": "exact", **SCORED}),
     ("zero3", {"kind": "jamba"}),
