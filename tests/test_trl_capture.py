@@ -99,12 +99,19 @@ def test_the_update_runs_no_prompt(folder):
     assert seen == [0] * 4
 
 
-def test_adapters(folder, record_property):
+EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"), [("qwen3", {}), pytest.param("qwen3_moe", EXPERTS, marks=pytest.mark.slow)]
+)
+def test_adapters(tmp_path, record_property, kind, settings):
     """The reference is the policy without its adapter: what the policy captured is not for it."""
-    runs = []
+    runs, folder = [], save_models(tmp_path, kind)
+    options = SGD | ({"router_aux_loss_coef": 0.0} if settings else {})
     for cls in (LongStrawGRPOTrainer, GRPOTrainer):
-        model = adapted(load_policy(folder))
-        runs.append(train(cls, folder, model=model, beta=0.04, num_iterations=1, **SGD))
+        model = adapted(load_policy(folder), **settings)
+        runs.append(train(cls, folder, model=model, beta=0.04, num_iterations=1, **options))
     compare(*runs, record_property)
     assert max(column(runs[0], "prompt_tokens_reused")) > 0
 
