@@ -210,6 +210,7 @@ def generated(model, groups, **kwargs):
     ids = torch.stack([pad(prompts[row], (width - len(prompts[row]), 0)) for row in rows])
     mask = torch.stack([pad(torch.ones_like(prompts[row]), (width - len(prompts[row]), 0)) for row in rows])
     settings = {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12, "pad_token_id": 0}
+    settings["repetition_penalty"] = 2.0  # some types would say one thing
     stock = model.generate(ids, attention_mask=mask, **settings)
     captures = [g.capture for g in captured(model, groups)]
     cache = rollout.filled_cache(model, captures, rows, width)
