@@ -46,7 +46,9 @@ def attach(model: Any, config: LongStrawConfig | None = None) -> Any:
     Raises:
         `ValueError`: for a type, a setting or a wrapping that is not supported, naming it and what to do.
     """
-    config = config or LongStrawConfig()
+    config = LongStrawConfig() if config is None else config
+    if not isinstance(config, LongStrawConfig):
+        raise ValueError(f"attach() got a {type(config).__name__} for its config: pass a LongStrawConfig, or none.")
     root = model
     if isinstance(model, nn.Module):
         wrapping.refuse_wrapped(model)

@@ -98,6 +98,11 @@ def test_a_call_whose_graph_was_dropped_does_not_count(model):
     check_good_call(model)
 
 
+def test_config_of_another_kind():
+    with pytest.raises(ValueError, match="got a dict for its config"):
+        attach(tiny("llama"), {"prompt_grad": "exact"})
+
+
 def test_attach_twice(model):
     with pytest.raises(ValueError, match="attached already"):
         attach(model)

@@ -37,6 +37,6 @@ def refuse_apart(processes: int, kind: DistributedType) -> None:
     if processes != launched or (launched > 1 and kind == DistributedType.NO):
         raise ValueError(
             f"{launched} processes were launched, but accelerate trains with {processes} ({kind.value}): they would "
-            "train apart. On a CPU start with configs/accelerate/zero3_cpu.yaml, DS_ACCELERATOR=cpu and "
-            "ddp_backend=gloo."
+            "train apart. On a CPU set use_cpu=True, which is DDP; for ZeRO-3 start with "
+            "configs/accelerate/zero3_cpu.yaml, DS_ACCELERATOR=cpu and ddp_backend=gloo."
         )
