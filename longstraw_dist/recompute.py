@@ -20,7 +20,7 @@ def watched(ctx: Any, module: nn.Module) -> Iterator[None]:
     (PEFT registers `target_parameters` anew each time), and the versions of those that it leaves as they are.
     """
     before = versions(module) if any(ctx.needs_input_grad) else {}
-    ctx.names = [name for name, _ in module.named_parameters()]
+    ctx.names = list(before)
     yield
     after = versions(module) if before else {}
     ctx.versions = {name: version for name, version in before.items() if after[name] == version}

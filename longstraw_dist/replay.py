@@ -282,9 +282,9 @@ def forward_segment(ctx, layer, stock, state, segment, x, keep: bool = True, cap
         return run(layer, stock, segment, x[:, segment.rows], view), view
     with saved_once(layer.module) as saved:
         graph = with_graph(layer, stock, state, segment, x, capture_only)
-    graph.edges = edges_of(map(layer.module.get_parameter, ctx.names))
     graph.nbytes = count(graph, saved, kept_anyway=[*state.grown, *tree_leaves(segment.calls[layer.index])])
     if at_once or budget.take(graph.nbytes):
+        graph.edges = edges_of(map(layer.module.get_parameter, ctx.names))
         ctx.graphs[id(segment)] = graph
         layer.call.meter.keeps("last_layer" if at_once else "graphs", [graph])
     return graph.y, graph.view

@@ -145,6 +145,10 @@ def center(model: nn.Module) -> None:
             p.sub_(1)
 
 
+# PEFT registers the adapted parameter anew in each forward, which changes its place among the others.
+EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
+
+
 def adapted(model: nn.Module, seed: int = 1, **settings) -> Any:
     """The model in PEFT's, with a LoRA that is not at its initial zero."""
     import peft

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from longstraw_dist import LongStrawConfig, attach
 from longstraw_dist.attach import attachment_of
 
-from .models import adapted, drift, ragged, spread, tiny, weigh
+from .models import EXPERTS, adapted, drift, ragged, spread, tiny, weigh
 from .reference import gradients, relative, stock_rows, worst
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -35,7 +35,7 @@ ADAPTERS = {
     "convolution": ("lfm2", {"target_modules": ["in_proj", "out_proj", "w1"]}),
     "latents": ("deepseek_v3", {"target_modules": "all-linear"}),
     "chosen keys": ("glm_moe_dsa", {"target_modules": ["q_a_proj", "q_b_proj", "kv_b_proj", "o_proj"]}),
-    "experts": ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}),
+    "experts": ("qwen3_moe", EXPERTS),
 }
 
 
@@ -81,8 +81,7 @@ def test_other_adapters(config):
 @pytest.mark.parametrize(("kind", "trained"), [("qwen3_moe", ("down_proj", "gate_up_proj")), ("gpt_oss", ("_bias",))])
 def test_adapted_experts_that_are_trained_themselves(kind, trained, budget):
     """PEFT registers them anew in each forward: their place among the parameters changes, and their graph's end."""
-    targets = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
-    model = adapted(tiny(kind), **targets)
+    model = adapted(tiny(kind), **EXPERTS)
     for name, p in model.named_parameters():
         if "experts.base_layer" in name and name.endswith(trained):
             p.requires_grad_()

@@ -13,7 +13,7 @@ from longstraw_dist import LongStrawConfig, PromptGroup, attach, rollout
 from longstraw_dist.attach import attachment_of
 
 from .architectures import ARCHITECTURES, TIED
-from .models import MODELS, adapted, ragged, tiny, weigh
+from .models import EXPERTS, MODELS, adapted, ragged, tiny, weigh
 from .more_architectures import FURTHER
 from .reference import gradients
 
@@ -256,7 +256,6 @@ def test_adapters():
 
 def test_adapted_experts():
     """PEFT registers them anew in each forward: after the first they have another place among the parameters."""
-    targets = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
-    model, groups = attach(adapted(tiny("qwen3_moe"), **targets)), ragged()
+    model, groups = attach(adapted(tiny("qwen3_moe"), **EXPERTS)), ragged()
     given = captured(model, groups)
     same(step(model, given), step(model, groups))

@@ -10,7 +10,7 @@ from trl import GRPOTrainer
 from longstraw_dist import rollout
 from longstraw_dist.integrations.trl import LongStrawGRPOConfig, LongStrawGRPOTrainer
 
-from .models import adapted, tiny
+from .models import EXPERTS, adapted, tiny
 from .trl_comparison import SGD, compare, compare_inputs
 from .trl_fixtures import prompts, tokenizer
 from .trl_training import OPTIONS, load_policy, make, save_models, train
@@ -97,9 +97,6 @@ def test_the_update_runs_no_prompt(folder):
     with mock.patch.object(trainer, "_compute_loss", counted):
         trainer.train()
     assert seen == [0] * 4
-
-
-EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
 
 
 @pytest.mark.parametrize(

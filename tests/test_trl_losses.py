@@ -38,7 +38,9 @@ SWITCHES = {  # name -> what is set on the trainer
 OFF = {"beta": 0.0, "entropy_coef": 0.0}
 
 
-@pytest.fixture(scope="module", params=["all parameters", pytest.param("adapter", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=[pytest.param(p, marks=pytest.mark.slow if POLICIES[p] else ()) for p in POLICIES]
+)
 def trainers(request, tmp_path_factory):
     folder = save_models(tmp_path_factory.mktemp("losses"), "qwen3", num_hidden_layers=2)
     arguments = POLICIES[request.param]

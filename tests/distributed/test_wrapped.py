@@ -16,7 +16,7 @@ from torch import Tensor
 from longstraw_dist import LongStrawConfig
 from longstraw_dist.config import exact_layers
 
-from ..models import MODELS, adapted, ragged, tiny, weigh
+from ..models import EXPERTS, MODELS, adapted, ragged, tiny, weigh
 from ..reference import relative, stock_rows, worst
 from .launch import Ranks
 from .wrappings import WRAPPINGS, ZERO, or_zeros, trainable, wrap
@@ -80,9 +80,10 @@ def make(kind: str, tied: bool, frozen: str, experts: str | None = None, wide: b
                 torch.nn.init.ones_(p)
         return model
     if frozen.startswith("adapted experts"):
-        model = adapted(model, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+        model = adapted(model, **EXPERTS)
         for name, p in model.named_parameters():
-            p.requires_grad_("lora_" in name or (frozen.endswith("trained too") and "experts.base_layer" in name))
+            if frozen.endswith("trained too") and "experts.base_layer" in name:
+                p.requires_grad_()
         return model
     if frozen == "saved head":
         model = adapted(model, target_modules=["q_proj"], modules_to_save=["lm_head"])
